@@ -1,0 +1,224 @@
+"""What the Trainer costs a step, beside a hand-written loop (and Lightning, where it is installed).
+
+CPU, one thread, an MLP 32-32-2, batches of 4, AdamW; a step lasts from one `training_step` to the next.  For each run there is the
+mean over its steps after the warm-up (flushes and pictures of the bar included) and the median step (robust where the machine has
+other work); printed are the medians of both over interleaved rounds.  The limits hold for the mean.
+
+    python benchmarks/overhead.py [--steps 3000] [--rounds 5] [--profile lean|default]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import importlib
+import importlib.util
+import logging
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricamp
+
+WARM_UP = 200
+HAND_WRITTEN = "hand-written loop"
+LEAN, DEFAULT = "3 callbacks, 1 log", "everything at default"
+LIMITS = {f"fabricamp: {LEAN}": 15, f"fabricamp: {DEFAULT}": 40}
+
+
+def new_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def new_loader(steps):
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(4 * steps, 32, generator=generator)
+    labels = torch.randint(0, 2, (4 * steps,), generator=generator)
+    return DataLoader(TensorDataset(features, labels), batch_size=4)
+
+
+class Times:
+    """The moments of each call of `training_step`."""
+
+    def __init__(self):
+        self.moments = []
+
+    def note(self):
+        """Takes this moment."""
+        self.moments.append(time.perf_counter())
+
+    def microseconds(self):
+        """The mean and the median step."""
+        moments = self.moments[WARM_UP:]
+        steps = [1e6 * (after - before) for before, after in pairwise(moments)]
+        return statistics.fmean(steps), statistics.median(steps)
+
+
+def hand_written(steps):
+    net, times = new_net(), Times()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for features, labels in new_loader(steps):
+        times.note()
+        loss = F.cross_entropy(net(features), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return times, ""
+
+
+def module_class(base):
+    """The same module on fabricamp's or Lightning's base class."""
+
+    class Classifier(base):
+        def __init__(self, *, prog_bar):
+            super().__init__()
+            self.net = new_net()
+            self.times = Times()
+            self.frames = ""
+            self.shown = prog_bar
+
+        def training_step(self, batch, batch_idx):
+            self.times.note()
+            if batch_idx == 0:
+                self.frames = frames_to_here()
+            features, labels = batch
+            loss = F.cross_entropy(self.net(features), labels)
+            self.log("loss", loss, prog_bar=self.shown)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    return Classifier
+
+
+def frames_to_here():
+    """How many frames, in how many files, lie between `fit` and `training_step` (torch's and the contextlib's not counted)."""
+    stack = traceback.extract_stack()
+    start = next(index for index, frame in enumerate(stack) if frame.name == "fit")
+    ours = [frame for frame in stack[start:-2] if not {"torch", "contextlib.py"} & set(Path(frame.filename).parts)]
+    return f"{len(ours)} / {len({frame.filename for frame in ours})}"
+
+
+def callback_classes(base):
+    class Count(base):
+        def __init__(self):
+            self.batches = 0
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.batches += 1
+
+    class Last(base):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.last = batch_idx
+
+    class Both(Count):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.last = batch_idx
+
+    return Count, Last, Both
+
+
+def trained(package, steps, root, *, everything):
+    """One fit with everything at its default, or with three callbacks and nothing else."""
+    base = getattr(package, "TrainingModule", None) or package.LightningModule
+    options = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "default_root_dir": root}
+    if not everything:
+        callbacks = [one() for one in callback_classes(package.Callback)]
+        options |= {"callbacks": callbacks, "logger": False}
+        options |= {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    module = module_class(base)(prog_bar=everything)
+    package.Trainer(**options).fit(module, new_loader(steps))
+    return module.times, module.frames
+
+
+def find_lightning():
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name)
+    return None
+
+
+def print_table(results, frames, rounds):
+    terminal = "a terminal" if sys.stdout.isatty() else "no terminal"
+    print(f"\n{rounds} rounds, torch {torch.__version__}, {os.cpu_count()} CPUs, stdout is {terminal}\n")
+    print(
+        f"{'us / step':36}{'mean':>8}{'over':>8}{'limit':>7}{'median':>10}{'over':>8}   {'frames / files':16}means of the rounds"
+    )
+    base_mean, base_median = (statistics.median(column) for column in zip(*results[HAND_WRITTEN], strict=True))
+    for name, runs in results.items():
+        means, medians = zip(*runs, strict=True)
+        mean, median = statistics.median(means), statistics.median(medians)
+        every = " ".join(f"{value:.0f}" for value in means)
+        limit = LIMITS.get(name, "")
+        print(
+            f"{name:36}{mean:>8.1f}{mean - base_mean:>+8.1f}{limit:>7}{median:>10.1f}{median - base_median:>+8.1f}"
+            f"   {frames[name]:16}{every}"
+        )
+
+
+def profile(kind, steps, root):
+    """Prints where a fit's time goes: everything, then fabricamp's own functions."""
+    trained(fabricamp, WARM_UP, root, everything=kind == "default")  # imports what is imported on first use
+    profiler = cProfile.Profile()
+    profiler.runcall(trained, fabricamp, steps, root, everything=kind == "default")
+    profiled = pstats.Stats(profiler).sort_stats("tottime")
+    profiled.print_stats(15)
+    profiled.print_stats("fabricamp/", 40)
+
+
+def all_runs(steps, root):
+    """What to run, by name."""
+    runs = {HAND_WRITTEN: partial(hand_written, steps)}
+    lightning = find_lightning()
+    for name, package in {"fabricamp": fabricamp, "Lightning": lightning}.items():
+        if package is not None:
+            logging.getLogger(package.__name__).setLevel(logging.ERROR)
+            runs[f"{name}: {LEAN}"] = partial(trained, package, steps, root, everything=False)
+            runs[f"{name}: {DEFAULT}"] = partial(trained, package, steps, root, everything=True)
+    return runs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", choices=["lean", "default"], help="show where the time goes instead")
+    arguments = parser.parse_args()
+    if arguments.steps < 2 * WARM_UP:
+        parser.error(
+            f"--steps {arguments.steps} is too few: the first {WARM_UP} are the warm-up; use {2 * WARM_UP} or more"
+        )
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if arguments.profile:
+            profile(arguments.profile, arguments.steps, root)
+            return
+        runs = all_runs(arguments.steps, root)
+        results, frames = {name: [] for name in runs}, {}
+        for _ in range(arguments.rounds):
+            for name, run in runs.items():
+                times, frames[name] = run()
+                results[name].append(times.microseconds())
+    print_table(results, frames, arguments.rounds)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

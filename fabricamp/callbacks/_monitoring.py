@@ -1,0 +1,43 @@
+"""What the callbacks that follow a metric share: when they look, and what they say where it is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.errors import nearest
+
+if TYPE_CHECKING:
+    from fabricamp.trainer import Trainer
+
+__all__ = ["checks_at_train_epoch_end", "has_validation", "missing_monitor", "monitored_value"]
+
+
+def has_validation(trainer: Trainer) -> bool:
+    """Whether ``fit`` runs any validation batch."""
+    return sum(trainer.num_val_batches) > 0
+
+
+def checks_at_train_epoch_end(trainer: Trainer) -> bool:
+    """Whether every train epoch ends with all of its metrics there: validation runs at the end of each, or never."""
+    if not has_validation(trainer):
+        return True
+    interval = trainer.settings.val_check_interval
+    # The integer 1 means "after every batch", and 1 == 1.0.
+    return trainer.settings.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
+
+
+def monitored_value(trainer: Trainer, monitor: str) -> float | None:
+    """The last epoch value of ``monitor``; None where it was not logged."""
+    value = trainer.callback_metrics.get(monitor)
+    return None if value is None else float(value)
+
+
+def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
+    """Words for a metric that ``what`` needs and nobody logged."""
+    known = sorted(trainer.callback_metrics)
+    exist = (
+        f"logged so far: {', '.join(known)}"
+        if known
+        else "nothing was logged so far; call self.log(name, value) in your steps"
+    )
+    return f"{what} found no metric {monitor!r}{nearest(monitor, known)} ({exist})"

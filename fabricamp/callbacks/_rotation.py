@@ -1,0 +1,99 @@
+"""Which checkpoint files a run has, which are its best, and which may go: plain values, no files touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["Kept"]
+
+_NEWEST = 2
+"""So many of the newest files stay whatever their score: the very newest may be the one that the disk loses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The files of one ModelCheckpoint.
+
+    ``files`` are those that rotation may remove, oldest first; ``scores`` those among them that are in the top k, best first,
+    with what the monitor said; ``last`` is what ``save_last`` maintains, ``spare`` the one that it replaced.
+    """
+
+    files: tuple[str, ...] = ()
+    scores: dict[str, float] = field(default_factory=dict)
+    best: str = ""
+    last: str = ""
+    spare: str = ""
+
+    def ranks(self, score: float, top_k: int, mode: str) -> bool:
+        """Whether a file with ``score`` would be among the best ``top_k`` (-1: all are); nan is worse than anything."""
+        if top_k < 0 or len(self.scores) < top_k:
+            return True
+        return _order(score, mode) < max((_order(other, mode) for other in self.scores.values()), default=-math.inf)
+
+    def add(self, path: str, score: float | None, top_k: int, mode: str) -> Kept:
+        """With a newest file at ``path``; without ``score`` it is ranked nowhere, and the best only while nothing is ranked."""
+        files = (*(file for file in self.files if file != path), path)
+        if score is None:
+            return replace(self, files=files, best=self.best if self.scores else path)
+        ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _order(item[1], mode))
+        return replace(self, files=files, scores=dict(ranked if top_k < 0 else ranked[:top_k]), best=ranked[0][0])
+
+    def surplus(self, top_k: int) -> tuple[str, ...]:
+        """The files that may go: not in the top k and not among the newest."""
+        if top_k < 0:
+            return ()
+        return tuple(file for file in self.files[:-_NEWEST] if file not in self.scores)
+
+    def without(self, gone: Collection[str]) -> Kept:
+        """Without the files in ``gone``."""
+        files = tuple(file for file in self.files if file not in gone)
+        scores = {file: score for file, score in self.scores.items() if file not in gone}
+        best = self.best if self.best not in gone else next(iter((*scores, *files[-1:])), "")
+        return Kept(
+            files, scores, best, "" if self.last in gone else self.last, "" if self.spare in gone else self.spare
+        )
+
+    def renamed(self, old: str, new: str) -> Kept:
+        """With ``old`` under the name ``new``."""
+        names = {old: new}
+        files = tuple(names.get(file, file) for file in self.files)
+        scores = {names.get(file, file): score for file, score in self.scores.items()}
+        return replace(self, files=files, scores=scores, best=names.get(self.best, self.best))
+
+    def worst(self, top_k: int) -> str:
+        """The file that the next better one pushes out of the top k; nothing while there is room."""
+        return list(self.scores)[-1] if 0 < top_k == len(self.scores) else ""
+
+    def all(self) -> set[str]:
+        """Every name."""
+        return {*self.files, *self.scores, self.best, self.last, self.spare} - {""}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; Lightning's keys where the meaning is the same."""
+        return {
+            "files": list(self.files),
+            "best_k_models": dict(self.scores),
+            "best_model_path": self.best,
+            "last_model_path": self.last,
+            "spare": self.spare,
+        }
+
+    @staticmethod
+    def from_state_dict(state: dict[str, Any]) -> Kept:
+        """What :meth:`state_dict` gave, or Lightning's state, which does not list its files."""
+        scores = {str(path): float(score) for path, score in state["best_k_models"].items()}
+        best = str(state["best_model_path"])
+        listed = state.get("files", list(scores) or [best] * bool(best))
+        return Kept(tuple(listed), scores, best, str(state["last_model_path"]), str(state.get("spare", "")))
+
+
+def _order(score: float, mode: str) -> float:
+    """Smaller is better."""
+    if math.isnan(score):
+        return math.inf
+    return -score if mode == "max" else score

@@ -1,0 +1,115 @@
+"""What one save does to the files of a ModelCheckpoint: decided by rank 0, which sees the folder, and carried out by all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fabricamp.callbacks._rotation import Kept
+
+__all__ = ["Plan", "Planner"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One save, in this order: ``moves``, write ``target``, make ``last`` of it, remove, publish ``after``."""
+
+    target: str = ""
+    """What the Trainer writes; empty: nothing is saved."""
+    last: str = ""
+    """The second name of ``target`` that ``save_last`` wants."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """Good files whose names the new ones take: they get another name first."""
+    after: Kept = field(default_factory=Kept)
+    remove: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Plans the saves into one folder."""
+
+    folder: Path
+    top_k: int
+    mode: str
+    versions: bool
+    """Whether a taken name gets a version; else the file of that name is replaced."""
+    link_last: bool
+    join: str
+    first_version: int
+    protected: str = ""
+    """The file that training was resumed from: it stays while this run lasts."""
+
+    def plan(self, kept: Kept, path: str, last: str, score: float | None) -> Plan:
+        """Plans to save at ``path`` (where ``score`` is good enough) and at ``last``, either of which may be empty."""
+        kept = kept.without({file for file in kept.all() if not _exists(file)})
+        moves: tuple[tuple[str, str], ...] = ()
+        if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
+            if self.top_k > 0 and path in kept.files and path not in kept.add("", score, self.top_k, self.mode).scores:
+                aside = self._aside(path)
+                moves, kept = ((path, aside),), kept.renamed(path, aside)
+            else:
+                path = self._free(path)
+            after = kept.add(path, score, self.top_k, self.mode)
+        else:
+            path, after = "", kept
+        if not last or (not path and self.link_last and kept.files):  # the link shows the newest file already
+            return Plan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
+        return self._with_last(Plan(target=path, moves=moves, after=after), kept, last)
+
+    def _with_last(self, plan: Plan, kept: Kept, last: str) -> Plan:
+        """``plan`` with the file of ``save_last``, keeping the one that it replaces until the next time."""
+        old = "" if kept.last in kept.files else kept.last  # an exception's file is a file like others
+        last = last if last == old else self._free(last)
+        moves, spare = plan.moves, ""
+        if old == last:
+            spare = self._aside(old) if _stands_alone(old, kept.spare) else ""
+            moves += ((old, spare),) if spare else ()
+        elif old and not Path(old).is_symlink():
+            spare = old
+        after = replace(plan.after, last=last, spare=spare)
+        dropped = {old, kept.spare} - {last, spare, ""}
+        return Plan(
+            target=plan.target or last,
+            last=last,
+            moves=moves,
+            after=after,
+            remove=self._removable((*after.surplus(self.top_k), *sorted(dropped))),
+        )
+
+    def _free(self, path: str) -> str:
+        """``path``, with a version where somebody's file has that name."""
+        return self._versioned(path) if self.versions else path
+
+    def _aside(self, path: str) -> str:
+        """A free name for the good file whose name is about to be taken."""
+        taken = Path(path)
+        return self._versioned(str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}")))
+
+    def _versioned(self, path: str) -> str:
+        wanted, version = Path(path), self.first_version
+        free = wanted
+        while _exists(str(free)):
+            free = wanted.with_name(f"{wanted.stem}{self.join}v{version}{wanted.suffix}")
+            version += 1
+        return str(free)
+
+    def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path for path in paths if self.folder in Path(path).parents and not _same(path, self.protected))
+
+
+def _exists(path: str) -> bool:
+    """Whether the name is taken, be it by a link that leads nowhere."""
+    return os.path.lexists(path) if path else False
+
+
+def _same(path: str, other: str) -> bool:
+    return bool(other) and Path(path).absolute() == Path(other).absolute()
+
+
+def _stands_alone(last: str, spare: str) -> bool:
+    """Whether the content of ``last`` would be lost with its name: nothing but ``spare`` shares it."""
+    file = Path(last)
+    if file.is_symlink() or not file.exists():
+        return False
+    return file.stat().st_nlink == 1 or (_exists(spare) and file.samefile(spare))

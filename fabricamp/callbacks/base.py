@@ -1,0 +1,167 @@
+"""The face of a callback: Lightning's hook names, in Lightning's order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["CALLBACKS", "Callback"]
+
+
+class Callback:
+    """Something that happens beside training.  Override what you need: hooks that nobody overrides cost nothing.
+
+    Example:
+        >>> class Announce(Callback):
+        ...     def on_train_epoch_end(self, trainer, module):
+        ...         print(f"epoch {trainer.current_epoch} is over")
+    """
+
+    monitors: ClassVar[bool] = False
+    """True for callbacks that read the epoch's metrics: their ``on_train_epoch_end`` runs last, after the reduction over ranks."""
+
+    @property
+    def state_key(self) -> str:
+        """The name of this callback's state in a checkpoint; include arguments where several of one class can stand side by side."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: tensors, numbers, strings, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """First of all; ``stage`` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Last of all."""
+
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After the optimizers are built and a checkpoint is restored."""
+
+    def on_fit_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After training."""
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before the validation batches that are run first."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After them."""
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before the first epoch."""
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before an epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After an epoch, and after the validation that belongs to it."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        """Before a micro-batch; the batch is on the device."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
+
+    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before a validation run."""
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After a validation run; its metrics are reduced."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before the validation batches."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After the validation batches, while values can still be logged."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a validation batch."""
+
+    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before a test run."""
+
+    def on_test_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After a test run; its metrics are reduced."""
+
+    def on_test_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before the test batches."""
+
+    def on_test_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After the test batches, while values can still be logged."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a test batch."""
+
+    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before a prediction run."""
+
+    def on_predict_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After a prediction run."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Before the batches to predict."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After the batches to predict."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before a batch to predict."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After a batch to predict."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
+        """Before gradients are cleared."""
+
+    def on_before_backward(self, trainer: Trainer, module: TrainingModule, loss: Tensor) -> None:
+        """Before ``loss.backward()``; the loss is not scaled yet."""
+
+    def on_after_backward(self, trainer: Trainer, module: TrainingModule) -> None:
+        """After ``loss.backward()``; with a scaler the gradients are still scaled."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
+        """Before an update; gradients are averaged and unscaled, not clipped."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """May add to a checkpoint that is about to be written."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """May read from a checkpoint that is being restored."""
+
+    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+        """When training ends by an exception, Ctrl-C included."""
+
+
+CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")

@@ -1,0 +1,196 @@
+"""Ends training when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+from fabricamp.state import Stage
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["EarlyStopping", "EarlyStoppingReason"]
+
+
+class EarlyStoppingReason(enum.Enum):
+    """Why training was ended."""
+
+    NOT_STOPPED = "not_stopped"
+    PATIENCE_EXHAUSTED = "patience_exhausted"
+    STOPPING_THRESHOLD = "stopping_threshold"
+    DIVERGENCE_THRESHOLD = "divergence_threshold"
+    NON_FINITE_METRIC = "non_finite_metric"
+
+
+class EarlyStopping(Callback):
+    """Ends training after ``patience`` checks in which ``monitor`` did not get better by more than ``min_delta``.
+
+    It ends at once where the metric is nan or infinite (``check_finite``), is better than ``stopping_threshold``, or worse
+    than ``divergence_threshold``.  Checks run after validation, or at the end of the train epoch (``check_on_train_epoch_end``;
+    by default where validation runs at the end of every epoch, or not at all).  A ``monitor`` that was not logged is an error
+    (``strict``).
+
+    Every rank decides on the same value, so messages are printed once; ``log_rank_zero_only=False`` prints them on each rank.
+
+    Example:
+        >>> stopping = EarlyStopping(monitor="val_loss", patience=5, min_delta=0.001)
+    """
+
+    monitors: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = True,
+    ) -> None:
+        self.monitor = monitor
+        self.min_delta = float(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = -math.inf if mode == "max" else math.inf
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._announced_missing = False
+        self._check_arguments()
+
+    @property
+    def state_key(self) -> str:
+        """Names metric and mode, so that several can stand side by side."""
+        return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far and how long ago it was."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting from there; the patience stays the constructor's, so that a resumed run can be given more."""
+        self.wait_count = int(state_dict["wait_count"])
+        self.stopped_epoch = int(state_dict["stopped_epoch"])
+        self.best_score = float(state_dict["best_score"])
+        self.stopping_reason = EarlyStoppingReason(
+            state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
+        )
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Forgets why an earlier ``fit`` was ended."""
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Checks, unless that is done at the end of the train epoch."""
+        if not self._at_train_epoch_end(trainer):
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Checks, unless that is done after validation."""
+        if self._at_train_epoch_end(trainer):
+            self._check(trainer)
+
+    def _check_arguments(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"EarlyStopping(mode={self.mode!r}): choose 'min' (lower is better) or 'max'")
+        if not self.min_delta >= 0:
+            raise ConfigError(
+                f"EarlyStopping(min_delta={self.min_delta!r}): give 0 or a positive number, whichever the mode"
+            )
+        if self.patience < 0:
+            raise ConfigError(f"EarlyStopping(patience={self.patience!r}): give the number of checks to wait, 0 or more")
+
+    def _at_train_epoch_end(self, trainer: Trainer) -> bool:
+        if self._check_on_train_epoch_end is not None:
+            return self._check_on_train_epoch_end
+        return checks_at_train_epoch_end(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        if trainer.state.stage is not Stage.FIT or trainer.fast_dev_run:
+            return
+        # Epoch metrics are the same on every rank; a monitored step value is not, and ranks that disagree would wait for ever.
+        current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
+        if current is None:
+            self._miss(trainer)
+            return
+        reason, message = self._judge(current)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            self.stopped_epoch = trainer.current_epoch
+            trainer.stop(message)
+        if message and self.verbose:
+            self._say(trainer, message)
+
+    def _miss(self, trainer: Trainer) -> None:
+        cure = "Log it where the check runs (check_on_train_epoch_end), or pass strict=False to skip checks without it"
+        message = f"{missing_monitor(trainer, f'EarlyStopping(monitor={self.monitor!r})', self.monitor)}. {cure}"
+        if self.strict:
+            raise ConfigError(message)
+        if not self._announced_missing:
+            self._announced_missing = True
+            self._say(trainer, message)
+
+    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Takes in the monitor's value; returns what follows from it and the words for it."""
+        shown = f"{self.monitor}={current:.6g}"
+        if self.check_finite and not math.isfinite(current):
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{shown} is not finite; the best value was {self.best_score:.6g}",
+            )
+        if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{shown} has passed stopping_threshold={self.stopping_threshold}",
+            )
+        if self.divergence_threshold is not None and self._better(-current, -self.divergence_threshold):
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{shown} is worse than divergence_threshold={self.divergence_threshold}",
+            )
+        margin = self.min_delta if self.mode == "max" else -self.min_delta
+        if self._better(current - margin, self.best_score):
+            before, self.best_score, self.wait_count = self.best_score, current, 0
+            return EarlyStoppingReason.NOT_STOPPED, f"{shown} is better than {before:.6g}"
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, ""
+        return (
+            EarlyStoppingReason.PATIENCE_EXHAUSTED,
+            f"{self.monitor} has not got better than {self.best_score:.6g} in {self.wait_count} checks",
+        )
+
+    def _better(self, value: float, than: float) -> bool:
+        return value > than if self.mode == "max" else value < than
+
+    def _say(self, trainer: Trainer, message: str) -> None:
+        if self.log_rank_zero_only:
+            trainer.print(f"EarlyStopping: {message}")
+        else:
+            print(f"[rank {trainer.global_rank}] EarlyStopping: {message}", flush=True)

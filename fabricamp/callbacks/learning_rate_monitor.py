@@ -1,0 +1,121 @@
+"""Logs what the learning rates are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.optim import Optimizer
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["LearningRateMonitor"]
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of every parameter group, as it is before the step it belongs to.
+
+    ``logging_interval``: "step" (every ``log_every_n_steps`` steps), "epoch", or None for the interval of each scheduler
+    (steps for an optimizer without one).  Names: ``lr-Adam``, ``lr-Adam-1`` for a second optimizer of that class,
+    ``lr-Adam/pg1`` or ``lr-Adam/<its name>`` for one of several groups, or the scheduler's ``name``; each after
+    ``log_key_prefix``.  ``log_momentum`` and ``log_weight_decay`` add ``...-momentum`` and ``...-weight_decay``.
+
+    Example:
+        >>> monitor = LearningRateMonitor(logging_interval="step", log_key_prefix="optimizer/")
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None"
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.log_key_prefix = log_key_prefix or ""
+        self.last_values: dict[str, float] = {}
+        self._names: list[tuple[str, str, Optimizer]] = []
+        self._next_step = 0
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Names the optimizers; raises where nobody would take the values."""
+        if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
+        self._names = list(self._name_optimizers(trainer))
+        self._next_step = self._due_after(trainer, trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        """Logs before the steps at which metrics are flushed, under the same step."""
+        step = trainer.global_step + 1
+        if step < self._next_step:
+            return
+        self._next_step = self._due_after(trainer, step)
+        self._log(trainer, "step", step)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Logs those that change by epoch."""
+        self._log(trainer, "epoch", trainer.global_step)
+
+    def _due_after(self, trainer: Trainer, step: int) -> int:
+        every = trainer.log_every_n_steps or 1
+        return (step // every + 1) * every
+
+    def _log(self, trainer: Trainer, interval: str, step: int) -> None:
+        if not trainer.is_global_zero or self.logging_interval not in (None, interval):
+            return
+        values: dict[str, float] = {}
+        for name, own_interval, optimizer in self._names:
+            if self.logging_interval is not None or own_interval == interval:
+                values.update(self._values(name, optimizer))
+        if values:
+            self.last_values.update(values)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step)
+
+    def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups, 1):
+            part = f"{name}/{group.get('name', f'pg{number}')}" if len(groups) > 1 else name
+            yield part, float(group["lr"])
+            if self.log_momentum and ("betas" in group or "momentum" in group):
+                yield f"{part}-momentum", float(group["betas"][0] if "betas" in group else group["momentum"])
+            if self.log_weight_decay and "weight_decay" in group:
+                yield f"{part}-weight_decay", float(group["weight_decay"])
+
+    def _name_optimizers(self, trainer: Trainer) -> Iterator[tuple[str, str, Optimizer]]:
+        """Name, interval and optimizer: of each scheduler, then of the optimizers that have none."""
+        scheduled = [
+            (config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs
+        ]
+        bare = [other for other in trainer.optimizers if not any(other is optimizer for optimizer, _, _ in scheduled)]
+        taken: set[str] = set()
+        for optimizer, given, interval in [*scheduled, *((other, None, "step") for other in bare)]:
+            self._check_group_names(optimizer)
+            base = self.log_key_prefix + (given or f"lr-{type(optimizer).__name__}")
+            name, number = base, 0
+            while name in taken:
+                number += 1
+                name = f"{base}-{number}"
+            taken.add(name)
+            yield name, interval, optimizer
+
+    def _check_group_names(self, optimizer: Optimizer) -> None:
+        names = [group["name"] for group in optimizer.param_groups if "name" in group]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} share the name {', '.join(twice)}; "
+                "give each group its own 'name', or none"
+            )

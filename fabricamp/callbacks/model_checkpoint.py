@@ -1,0 +1,392 @@
+"""Writes checkpoints while training runs, and removes the ones that are no longer needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fabricamp.callbacks._file_names import FileName
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
+from fabricamp.callbacks._rotation import Kept
+from fabricamp.callbacks._save_plan import Plan, Planner
+from fabricamp.callbacks.base import Callback
+from fabricamp.checkpoint import copy_checkpoint, link_checkpoint
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.state import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["ModelCheckpoint"]
+
+
+class ModelCheckpoint(Callback):
+    """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
+
+    Cadence (one of three): ``every_n_train_steps``, ``train_time_interval``, ``every_n_epochs`` (the default, 1).  Epoch
+    checkpoints are written at the end of the train epoch where all metrics are there by then, else after each validation;
+    ``save_on_train_epoch_end`` decides otherwise.
+
+    ``save_top_k``: the best k by ``monitor`` (without one: 1, the newest); -1 all; 0 none.  The two newest files stay in any
+    case, so ``save_top_k=1`` shows one spare.  ``save_last``: True keeps the newest as ``last.ckpt`` too (the one before as
+    ``last-previous.ckpt`` where nothing else holds it), "link" a symbolic link to it.
+
+    ``filename`` may hold metrics, as ``"{epoch}-{val_loss:.2f}"``; ``dirpath`` is ``checkpoints`` in the logger's folder by
+    default.  Files of another run are never replaced or removed: a taken name gets ``-v1`` (``enable_version_counter``).
+
+    Ctrl-C writes the checkpoint of that step, ``save_on_exception`` that of any other exception (one process only).
+
+    Example:
+        >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")
+    """
+
+    monitors: ClassVar[bool] = True
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        self.dirpath = None if dirpath is None else str(Path(dirpath).expanduser().absolute())
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
+        self.every_n_train_steps = every_n_train_steps or 0
+        self.train_time_interval = train_time_interval
+        others = self.every_n_train_steps or train_time_interval is not None
+        self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not others)
+        self._dirpath_given = dirpath is not None
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._kept = Kept()
+        self._writing: Kept | None = None
+        self._start_at(0)
+        self._check_arguments()
+
+    @property
+    def best_model_path(self) -> str:
+        """The file with the best ``monitor``; the newest where nothing is monitored."""
+        return self._kept.best
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """What ``monitor`` was there."""
+        return _score(self._kept.scores.get(self._kept.best))
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The top k, best first, with their scores."""
+        return {path: torch.tensor(score, dtype=torch.float64) for path, score in self._kept.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The file that the next better one replaces; empty while there is room."""
+        return self._kept.worst(self.save_top_k)
+
+    @property
+    def kth_value(self) -> Tensor | None:
+        """What ``monitor`` was there."""
+        return _score(self._kept.scores.get(self.kth_best_model_path))
+
+    @property
+    def last_model_path(self) -> str:
+        """The file of ``save_last``, or the one that Ctrl-C or an exception left."""
+        return self._kept.last
+
+    @property
+    def state_key(self) -> str:
+        """Names metric and kind of cadence, not its length: a run may go on with another one."""
+        cadence = "steps" if self.every_n_train_steps else "time" if self.train_time_interval else "epochs"
+        about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
+        return f"{type(self).__qualname__}{about}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The files; inside a checkpoint that is being written, that one is among them already."""
+        return {"dirpath": self.dirpath, **(self._writing or self._kept).state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with these files: those that are gone are forgotten at the next save, those elsewhere are never removed."""
+        self.dirpath = self.dirpath or state_dict["dirpath"]
+        self._kept = Kept.from_state_dict(state_dict)
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """The path of a checkpoint with these metrics, in ``dirpath`` once that is known."""
+        name = self._template(filename or self.filename).fill(metrics)
+        version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return str(Path(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}"))
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Decides the folder, the same on every rank."""
+        if stage != "fit":
+            return
+        if self.save_on_exception and trainer.world_size > 1:
+            raise ConfigError(
+                f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
+                "the others' state; use every_n_train_steps or train_time_interval instead"
+            )
+        if not self._dirpath_given:
+            self.dirpath = str(Path(trainer.log_dir or trainer.default_root_dir, "checkpoints").absolute())
+        problem = _unusable(Path(self.dirpath or "")) if trainer.is_global_zero and not trainer.fast_dev_run else ""
+        self.dirpath, problem = trainer.strategy.broadcast((self.dirpath, problem))
+        if problem:
+            raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Starts counting; the state that training starts from needs no checkpoint."""
+        self._start_at(trainer.global_step)
+
+    def _start_at(self, step: int) -> None:
+        self._saved_step = step
+        self._interval_start = time.monotonic()
+        self._looked = (self._interval_start, step)
+        self._metrics_complete = self._validated = self._unjudged = False
+        self._next_look = sys.maxsize
+        if self.every_n_train_steps:
+            self._next_look = (step // self.every_n_train_steps + 1) * self.every_n_train_steps
+        elif self.train_time_interval:
+            self._next_look = step + 1
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves where the step or the time has come."""
+        if trainer.global_step < self._next_look:
+            return
+        if self.train_time_interval:
+            if self._time_is_up(trainer, self.train_time_interval.total_seconds()):
+                self._save(trainer)
+            return
+        self._next_look += self.every_n_train_steps
+        self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Saves after validation, unless that is done at the end of the train epoch."""
+        if trainer.state.stage is not Stage.FIT:
+            return
+        self._validated = True
+        if not self._at_train_epoch_end(trainer):
+            self._save_epoch(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Saves at the end of the train epoch, unless that is done after validation; now a missing metric is a mistake."""
+        self._metrics_complete = self._validated or not has_validation(trainer)
+        if self._at_train_epoch_end(trainer):
+            self._save_epoch(trainer)
+        if self._metrics_complete and self._unjudged:
+            self._unjudged = False
+            self._judge_names(trainer, ranked=True)
+
+    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+        """Saves the step at which Ctrl-C (or, with ``save_on_exception``, anything else) ended training."""
+        if (
+            not (self.save_on_exception or isinstance(exception, KeyboardInterrupt))
+            or trainer.state.stage is not Stage.FIT
+        ):
+            return
+        if self._saved_step != trainer.global_step:
+            self._save(trainer, ranked=False)
+        elif self._kept.files and not self._kept.last:
+            self._kept = dataclasses.replace(self._kept, last=self._kept.files[-1])
+
+    def _save_epoch(self, trainer: Trainer) -> None:
+        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
+        """Writes what rank 0 plans, then rotates, then publishes the new paths; called by every rank."""
+        if trainer.fast_dev_run or self._saved_step == trainer.global_step or not (self.save_top_k or self.save_last):
+            return
+        self._judge_names(trainer, ranked=ranked)
+        plan = trainer.strategy.broadcast(self._plan(trainer, ranked=ranked) if trainer.is_global_zero else Plan())
+        if not plan.target:
+            return
+        _on_rank_zero(trainer, lambda: _move(plan))
+        self._writing = plan.after
+        try:
+            trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only)
+        finally:
+            self._writing = None
+        self._saved_step = trainer.global_step
+        _on_rank_zero(trainer, lambda: _rotate(plan, link=self.save_last == "link"))
+        self._kept = plan.after.without(plan.remove)
+        if self.verbose:
+            trainer.print(f"ModelCheckpoint: step {trainer.global_step} is saved in {plan.target}")
+
+    def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
+        """Rank 0's decision: which file, under which name, instead of which others."""
+        metrics = self._metrics(trainer)
+        score = None
+        if ranked and self.monitor is not None and self.monitor in metrics:
+            score = float(metrics[self.monitor])
+        rankable = score is not None or self.monitor is None or not ranked  # else not logged yet
+        path = self.format_checkpoint_name(metrics) if self.save_top_k and rankable else ""
+        last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
+        plan = self._planner(trainer).plan(self._kept, path, last, score)
+        if not ranked and not last:
+            plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
+        return plan
+
+    def _planner(self, trainer: Trainer) -> Planner:
+        return Planner(
+            folder=Path(self.dirpath or ""),
+            top_k=self.save_top_k,
+            mode=self.mode,
+            versions=self.enable_version_counter,
+            link_last=self.save_last == "link",
+            join=self.CHECKPOINT_JOIN_CHAR,
+            first_version=self.STARTING_VERSION,
+            protected=str(trainer.ckpt_path or ""),
+        )
+
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+
+    def _judge_names(self, trainer: Trainer, *, ranked: bool) -> None:
+        """Raises where a metric is missing that every epoch should have logged by now; notes those that may still come."""
+        metrics = self._metrics(trainer)
+        wanted = (*((self.monitor,) if self.monitor else ()), *self._template(self.filename).fields)
+        missing = [name for name in wanted if name not in metrics]
+        if ranked and missing and self._metrics_complete:
+            what = "monitor" if missing[0] == self.monitor else "filename"
+            given = f"ModelCheckpoint({what}={getattr(self, what)!r})"
+            raise ConfigError(f"{missing_monitor(trainer, given, missing[0])}; 'epoch' and 'step' always exist")
+        self._unjudged = self._unjudged or bool(missing)
+
+    def _template(self, filename: str | None) -> FileName:
+        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        return FileName(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=self.auto_insert_metric_name)
+
+    def _at_train_epoch_end(self, trainer: Trainer) -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        return checks_at_train_epoch_end(trainer)
+
+    def _time_is_up(self, trainer: Trainer, interval: float) -> bool:
+        """Whether rank 0's clock says so; ranks ask together, the more seldom the longer it will take."""
+        step, now = trainer.global_step, time.monotonic()
+        before, step_before = self._looked
+        remaining = interval - (now - self._interval_start)
+        up = remaining <= 0
+        if up:
+            self._interval_start = now
+        steps_left = (interval if up else remaining) * (step - step_before) / max(now - before, 1e-9)
+        # Half of the way each time: a pace that changes is noticed before it matters.
+        ahead = max(1, int(min(steps_left / 2, 1e9)))
+        up, self._next_look = trainer.strategy.broadcast((up, step + ahead))
+        self._looked = (now, step)
+        return up
+
+    def _check_arguments(self) -> None:
+        """Raises :class:`ConfigError` for what cannot work, whatever the run."""
+        self._template(self.filename)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"ModelCheckpoint(mode={self.mode!r}): choose 'min' (lower is better) or 'max'")
+        if self.save_last not in (None, True, False, "link"):
+            raise ConfigError(f"ModelCheckpoint(save_last={self.save_last!r}): choose True, False or 'link'")
+        if self.save_top_k < -1:
+            raise ConfigError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}): choose a number, 0 for none or -1 for all"
+            )
+        if self.monitor is None and self.save_top_k > 1:
+            raise ConfigError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: nothing tells the best ones; name a metric, or "
+                "keep the newest with monitor='step', mode='max'"
+            )
+        self._check_cadence()
+
+    def _check_cadence(self) -> None:
+        for name in ("every_n_train_steps", "every_n_epochs"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"ModelCheckpoint({name}={getattr(self, name)}): choose 1 or more, or 0 for never")
+        interval = self.train_time_interval
+        if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
+            raise ConfigError(
+                f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
+            )
+        given = [
+            name for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval") if getattr(self, name)
+        ]
+        if len(given) > 1:
+            raise ConfigError(
+                f"ModelCheckpoint was given {' and '.join(given)}: choose one, and use a second ModelCheckpoint for the other"
+            )
+
+
+def _score(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value, dtype=torch.float64)
+
+
+def _move(plan: Plan) -> None:
+    for old, new in plan.moves:
+        copy_checkpoint(old, new)
+
+
+def _rotate(plan: Plan, *, link: bool) -> None:
+    """Once the new file is verified: brings the last one up to date and removes what may go."""
+    if plan.last and plan.last != plan.target:
+        (link_checkpoint if link else copy_checkpoint)(plan.target, plan.last)
+    for path in plan.remove:
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"cannot remove the old checkpoint {path}: {error.strerror}", RuntimeWarning, stacklevel=2)
+
+
+def _on_rank_zero(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Runs ``action`` on rank 0 while the others wait; what goes wrong there is raised by all."""
+    problem = ""
+    if trainer.is_global_zero:
+        try:
+            action()
+        except CheckpointError as error:
+            problem = str(error)
+    problem = trainer.strategy.broadcast(problem)
+    if problem:
+        raise CheckpointError(problem)
+
+
+def _unusable(folder: Path) -> str:
+    """Why no file can be written into ``folder``, as far as that can be told without making it."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"

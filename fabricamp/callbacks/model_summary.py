@@ -1,0 +1,293 @@
+"""What the user trains: a table of the module's parts, and the memory that they take at an opt level."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["Count", "ModelSummary", "Row", "Summary", "summarize"]
+
+_FP32_BYTES = 4
+
+_HALF_MODEL = {"O2": "O2", "O3": "O3", "O5": "O5", "16-true": "O3", "bf16-true": "O3"}
+_FULL_MODEL = {"O0", "O1", "O4", "32", "32-true", "16-mixed", "bf16-mixed", "64-true"}
+_WITH_MASTERS = {"O2", "O5"}
+
+_COLUMNS = ("Name", "Type", "Params", "Trainable", "Size")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(slots=True)
+class Count:
+    """Elements and bytes of some parameters and buffers, shared ones counted once."""
+
+    params: int = 0
+    trainable: int = 0
+    size: int = 0
+    lazy: int = 0
+    """How many parameters and buffers have no shape yet; they are missing from the other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One part of the module; what it contains is counted in it."""
+
+    name: str
+    type: str
+    count: Count
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of the columns."""
+        count = self.count
+        unknown = " + ?" if count.lazy else ""
+        return (
+            self.name,
+            self.type,
+            f"{count.params:,}{unknown}",
+            f"{count.trainable:,}{unknown}",
+            _size(count.size) + unknown,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What :func:`summarize` found; ``str`` gives plain text."""
+
+    rows: list[Row]
+    total: Count
+    opt_level: str
+    memory: dict[str, int]
+    """Bytes by what holds them: weights, buffers, masters, gradients."""
+    tied: list[str] = field(default_factory=list)
+
+    @property
+    def frozen(self) -> int:
+        """Elements of parameters that are not trained."""
+        return self.total.params - self.total.trainable
+
+    def notes(self) -> list[str]:
+        """The lines below the table."""
+        parts = " + ".join(f"{_size(size)} {name}" for name, size in self.memory.items() if size)
+        lines = [
+            f"{self.total.params:,} parameters: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
+            f"Memory at {self.opt_level}: {parts or '0 B'} = {_size(sum(self.memory.values()))}",
+            "  in each process; optimizer state and activations come on top",
+        ]
+        if self.tied:
+            more = f" and {len(self.tied) - 3} more" if len(self.tied) > 3 else ""
+            lines.append(f"Tied, counted once: {', '.join(self.tied[:3])}{more}")
+        if self.total.lazy:
+            lines.append(
+                f"{self.total.lazy} lazy parameters or buffers get their shape in the first forward; not counted"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        lines = [row.cells() for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *lines, strict=True)]
+        table = ["  ".join(_aligned(line, widths)).rstrip() for line in [_COLUMNS, *lines]] if lines else []
+        return "\n".join([*table, *self.notes()])
+
+    def show(self) -> None:
+        """Prints it: as a table on a terminal and in a notebook, as plain text elsewhere."""
+        from rich import box, get_console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = get_console()
+        if not (sys.stdout.isatty() or console.is_jupyter):
+            print(self)
+            return
+        if self.rows:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            for index, column in enumerate(_COLUMNS):
+                table.add_column(column, justify="right" if index > 1 else "left", overflow="fold")
+            for row in self.rows:
+                table.add_row(*map(Text, row.cells()))
+            console.print(table)
+        console.print(Text("\n".join(self.notes())), soft_wrap=True)
+
+
+class ModelSummary(Callback):
+    """Shows, on rank 0 when ``fit`` starts, what the module consists of and what memory it takes.
+
+    ``max_depth`` is how deep modules are listed: 1 the module's own parts, 0 the totals only, -1 everything.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[ModelSummary(max_depth=2)])
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        _check_depth(max_depth)
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Shows the summary of the module as it is now: converted, with its optimizers' masters."""
+        if not trainer.is_global_zero:
+            return
+        memory = _memory_as_it_is(module)
+        own = {id(parameter) for parameter in module.parameters()}
+        updated = (
+            tensor for optimizer in trainer.optimizers for group in optimizer.param_groups for tensor in group["params"]
+        )
+        memory["masters"] = sum(_bytes(tensor) for tensor in _once(updated) if id(tensor) not in own)
+        memory["gradient sums"] = sum(map(_bytes, trainer.precision.accumulation_buffers() or ()))
+        Summary(
+            rows=_rows(module, self.max_depth),
+            total=_count(module),
+            opt_level=trainer.precision.name,
+            memory=memory,
+            tied=_tied(module),
+        ).show()
+
+
+def summarize(module: nn.Module, max_depth: int = 1, opt_level: str = "O0") -> Summary:
+    """Returns what ``module`` consists of and takes at ``opt_level``, converted already or not.
+
+    Counted are weights and buffers in the dtype they will have, fp32 masters of the trainable half weights (O2, O5), and
+    one gradient for each trainable weight in the weight's dtype.
+
+    Example:
+        >>> print(summarize(torch.nn.Linear(32, 2), opt_level="O2"))
+    """
+    _check_depth(max_depth)
+    known = [*_HALF_MODEL, *_FULL_MODEL]
+    if opt_level not in known:
+        raise ConfigError(
+            f"opt_level={opt_level!r} is not known{nearest(opt_level, known)} (known: {', '.join(sorted(known))})"
+        )
+    memory = _predicted_memory(module, opt_level)
+    return Summary(_rows(module, max_depth), _count(module), opt_level, memory, _tied(module))
+
+
+def _check_depth(max_depth: int) -> None:
+    if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
+        raise ConfigError(
+            f"max_depth={max_depth!r} has to be an int: 0 for the totals only, 1, 2, ... for so many levels, -1 for all"
+        )
+
+
+def _rows(module: nn.Module, max_depth: int) -> list[Row]:
+    if max_depth == 0:
+        return []
+    rows = [
+        Row(name, type(part).__name__, _count(part))
+        for name, part in module.named_modules(remove_duplicate=False)
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+    own = _count(module, recurse=False)
+    # Without it the rows would not add up to the total.
+    return [Row("(own)", type(module).__name__, own), *rows] if own.params or own.size or own.lazy else rows
+
+
+def _count(module: nn.Module, *, recurse: bool = True) -> Count:
+    count = Count()
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        if not _has_shape(tensor):
+            count.lazy += 1
+            continue
+        count.size += _bytes(tensor)
+        if isinstance(tensor, nn.Parameter):
+            count.params += tensor.numel()
+            count.trainable += tensor.numel() if tensor.requires_grad else 0
+    return count
+
+
+def _memory_as_it_is(module: nn.Module) -> dict[str, int]:
+    parameters = [parameter for parameter in module.parameters() if _has_shape(parameter)]
+    return {
+        "weights": sum(map(_bytes, parameters)),
+        "buffers": sum(_bytes(buffer) for buffer in module.buffers() if _has_shape(buffer)),
+        "gradients": sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+    }
+
+
+def _predicted_memory(module: nn.Module, opt_level: str) -> dict[str, int]:
+    level = _HALF_MODEL.get(opt_level)
+    memory: Counter[str] = Counter(weights=0, buffers=0, gradients=0, masters=0)
+    for owner, tensor in _owned_tensors(module):
+        width = tensor.element_size()
+        if tensor.is_floating_point():
+            width = _width(owner, tensor, opt_level)
+        is_weight = isinstance(tensor, nn.Parameter)
+        memory["weights" if is_weight else "buffers"] += tensor.numel() * width
+        if is_weight and tensor.requires_grad:
+            memory["gradients"] += tensor.numel() * width
+            memory["masters"] += tensor.numel() * _FP32_BYTES if level in _WITH_MASTERS and width < _FP32_BYTES else 0
+    return dict(memory)
+
+
+def _width(owner: nn.Module, tensor: Tensor, opt_level: str) -> int:
+    """Bytes of one element of ``tensor`` once its module is converted."""
+    if opt_level == "64-true":
+        return torch.float64.itemsize
+    level = _HALF_MODEL.get(opt_level)
+    if level is None or (level in _WITH_MASTERS and isinstance(owner, _BatchNorm)):
+        return tensor.element_size()
+    return torch.float16.itemsize
+
+
+def _owned_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Each parameter and buffer that has a shape, once, with the module that it belongs to."""
+    seen: set[int] = set()
+    for owner in module.modules():
+        for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)):
+            if id(tensor) not in seen and _has_shape(tensor):
+                seen.add(id(tensor))
+                yield owner, tensor
+
+
+def _tied(module: nn.Module) -> list[str]:
+    """Like ``"decoder.weight = embedding.weight"`` for each parameter that goes by another name already."""
+    first: dict[int, str] = {}
+    tied = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        before = first.setdefault(id(parameter), name)
+        if before != name:
+            tied.append(f"{name} = {before}")
+    return tied
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _has_shape(tensor: Tensor) -> bool:
+    return not is_lazy(tensor)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _size(size: float) -> str:
+    index = 0
+    while size >= 1024 and index + 1 < len(_UNITS):
+        size, index = size / 1024, index + 1
+    return f"{size:.0f} {_UNITS[index]}" if index == 0 else f"{size:.1f} {_UNITS[index]}"
+
+
+def _aligned(cells: Iterable[str], widths: list[int]) -> list[str]:
+    """Names and types to the left, numbers to the right."""
+    return [
+        cell.rjust(width) if index > 1 else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]

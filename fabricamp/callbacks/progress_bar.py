@@ -1,0 +1,283 @@
+"""What the user sees while it runs: a live bar on a terminal or in a notebook, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.callbacks._screens import Track, duration, open_screen
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.callbacks._screens import Pairs, Screen
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["ProgressBar", "RichProgressBar"]
+
+_FREE_LINES = 100
+"""So many lines stay whatever their pace; after them at most one a second: tiny epochs shall not flood a log."""
+
+
+class ProgressBar(Callback):
+    """Shows epoch, batch, speed and the last flushed ``prog_bar`` metrics; leaves a line an epoch.
+
+    Only rank 0 shows it.  It draws at most ``refresh_rate_hz`` times a second, less often where drawing would take more
+    than 1 % of the time, without a thread and without reading a tensor.  Where stdout is no terminal (file, pipe, CI,
+    ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their line too.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[ProgressBar(refresh_rate_hz=1)])
+    """
+
+    # The epoch's line shows the epoch's values.
+    monitors: ClassVar[bool] = True
+
+    def __init__(self, refresh_rate_hz: float = 4.0) -> None:
+        if not isinstance(refresh_rate_hz, int | float) or not 0 < refresh_rate_hz <= 60:
+            raise ConfigError(
+                f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of pictures a second, "
+                "above 0 and up to 60; for no bar at all pass enable_progress_bar=False to the Trainer"
+            )
+        self._interval = 1 / refresh_rate_hz
+        self._stage = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._due = math.inf
+        self._screen: Screen | None = None
+        self._train: Track | None = None
+        self._evaluation: Track | None = None
+        self._opened = 0.0
+        self._label = ""
+        self._totals: list[float] = []
+        self._loader = 0
+        self._pending: Pairs | None = None
+        self._num_lines = 0
+        self._last_line = -math.inf
+
+    # -- start and end -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Starts anew."""
+        self._close(keep=False)
+        self._stage = stage
+
+    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Gives the terminal back."""
+        self._close(keep=False)
+
+    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+        """Gives the terminal back, with the bar as it stands."""
+        if self._screen is not None and self._screen.is_live:
+            self._advance_train(trainer, trainer.state.batch_idx)
+            self._draw(trainer)
+        self._close(keep=True)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Opens the epoch's bar, where a resumed epoch goes on."""
+        if not trainer.is_global_zero:
+            return
+        number, last = trainer.current_epoch + 1, trainer.max_epochs
+        label = f"epoch {number}/{int(last)}" if last < math.inf else f"epoch {number}"
+        self._train = Track(label, done=trainer.state.batch_idx)
+        self._train.total = _train_total(trainer, self._train.done)
+        self._open(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draws, where it is due."""
+        if monotonic() < self._due:
+            return
+        self._advance_train(trainer, batch_idx + 1)
+        if self._pending:
+            self._write_pending()
+        self._draw(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Leaves the epoch's line."""
+        train = self._train
+        if train is None:
+            return
+        self._advance_train(trainer, trainer.state.batch_idx)
+        time = ("", duration(monotonic() - train.started))
+        self._pending = [(train.label, ""), *_step_and_metrics(trainer), time, ("", train.mean_pace)]
+        self._train = None
+        self._write_pending()
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Gives the terminal back; the last epoch's line stays in any case."""
+        self._write_pending(in_any_case=True)
+        self._close(keep=False)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Opens the bar of a validation run, in ``fit`` below the epoch's."""
+        self._advance_train(trainer, trainer.state.batch_idx)
+        if trainer.sanity_checking:
+            self._open_evaluation(trainer, "sanity check", trainer.num_sanity_val_batches)
+        else:
+            self._open_evaluation(trainer, "validation", trainer.num_val_batches)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Closes it; a run amid an epoch leaves its line at once, one at the epoch's end leaves that to the epoch."""
+        train = self._train
+        if train is None:
+            self._close_evaluation(trainer)
+            return
+        self._evaluation = None
+        train.resume()
+        self._pending = [(train.label, ""), ("", train.position), *_step_and_metrics(trainer), ("", train.pace)]
+        if train.total is not None and train.done < train.total:
+            self._write_pending()
+
+    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Opens the bar."""
+        self._open_evaluation(trainer, "test", trainer.num_test_batches)
+
+    def on_test_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Leaves the run's line."""
+        self._close_evaluation(trainer)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Opens the bar."""
+        self._open_evaluation(trainer, "predict", trainer.num_predict_batches)
+
+    def on_predict_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Leaves the run's line."""
+        self._close_evaluation(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draws, where it is due."""
+        if monotonic() < self._due:
+            return
+        if dataloader_idx != self._loader:
+            self._start_loader(dataloader_idx)
+        if self._evaluation is not None:
+            self._evaluation.advance(batch_idx + 1)
+            self._draw(trainer)
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def _open_evaluation(self, trainer: Trainer, label: str, totals: float | Sequence[float]) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._opened = monotonic()
+        self._label = label
+        self._totals = [totals] if isinstance(totals, int | float) else list(totals)
+        self._start_loader(0)
+        self._open(trainer)
+
+    def _start_loader(self, index: int) -> None:
+        several = len(self._totals) > 1
+        self._loader = index
+        self._evaluation = Track(f"{self._label} {index + 1}/{len(self._totals)}" if several else self._label)
+        self._evaluation.total = _finite(self._totals[index]) if index < len(self._totals) else None
+
+    def _close_evaluation(self, trainer: Trainer) -> None:
+        """Leaves the line of a run of its own; the sanity check leaves none."""
+        track, self._evaluation = self._evaluation, None
+        if track is None or self._stage == "fit":
+            return
+        metrics = [] if self._stage == "predict" else _metrics(trainer)
+        self._pending = [(self._label, ""), *metrics, ("", duration(monotonic() - self._opened))]
+        self._write_pending(in_any_case=True)
+        self._close(keep=False)
+
+    # -- the screen ----------------------------------------------------------------------------------------------------
+
+    def _advance_train(self, trainer: Trainer, done: int) -> None:
+        if self._train is not None:
+            self._train.advance(done)
+            self._train.total = _train_total(trainer, done)
+
+    def _open(self, trainer: Trainer) -> None:
+        if self._screen is not None:
+            return
+        self._screen = open_screen(self._interval)
+        self._due = monotonic() + self._screen.interval
+        if self._screen.is_live:  # the first batch may take long: show at once that something runs
+            self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if self._screen is None:
+            self._due = math.inf
+            return
+        tracks = [track for track in (self._train, self._evaluation) if track is not None]
+        try:
+            self._screen.draw(tracks, _step_and_metrics(trainer) if self._train is not None else [])
+        except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
+            self._close(keep=False)
+            return
+        self._due = monotonic() + self._screen.interval
+
+    def _write_pending(self, *, in_any_case: bool = False) -> None:
+        now = monotonic()
+        wait = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
+        if self._pending is None or self._screen is None or (wait and not in_any_case):
+            return
+        try:
+            self._screen.write(self._pending)
+        except OSError:  # as above
+            self._close(keep=False)
+            return
+        self._pending = None
+        self._num_lines += 1
+        self._last_line = now
+        self._due = now + self._screen.interval
+
+    def _close(self, *, keep: bool) -> None:
+        screen = self._screen
+        self._reset()
+        if screen is not None:
+            with contextlib.suppress(OSError):
+                screen.close(keep=keep)
+
+
+def _finite(number: float) -> int | None:
+    return int(number) if math.isfinite(number) else None
+
+
+def _train_total(trainer: Trainer, done: int) -> int | None:
+    """How many micro-batches the epoch will have had, where known: by the loader or by ``max_steps``."""
+    batches = _finite(trainer.num_training_batches)
+    if trainer.max_steps == math.inf:
+        return batches
+    window = trainer.accumulate_grad_batches
+    end = done - done % window + (int(trainer.max_steps) - trainer.global_step) * window
+    return end if batches is None else min(batches, end)
+
+
+def _step_and_metrics(trainer: Trainer) -> Pairs:
+    return [("step", str(trainer.global_step)), *_metrics(trainer)]
+
+
+def _metrics(trainer: Trainer) -> Pairs:
+    return [(name, _number(value)) for name, value in trainer.progress_bar_metrics.items()]
+
+
+def _number(value: float) -> str:
+    """Four significant digits, and always as many of them, so that the line does not jump."""
+    return f"{value:.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:#.4g}"
+
+
+RichProgressBar = ProgressBar
+"""Lightning's name, for scripts that only change their import."""

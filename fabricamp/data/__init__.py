@@ -1,0 +1,28 @@
+"""Data on its way to the step: samplers that resume, loaders wired for the ranks, the feed to the device."""
+
+from __future__ import annotations
+
+from fabricamp.data.combined import CombinedLoader, combine
+from fabricamp.data.datamodule import DataModule
+from fabricamp.data.feed import Feed
+from fabricamp.data.lengths import check_equal_lengths, check_limit, limit_batches, loader_length
+from fabricamp.data.loaders import release_workers, set_epoch, wire_loader
+from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.data.transfer import move_to_device
+
+__all__ = [
+    "CombinedLoader",
+    "DataModule",
+    "EvalSampler",
+    "Feed",
+    "TrainSampler",
+    "check_equal_lengths",
+    "check_limit",
+    "combine",
+    "limit_batches",
+    "loader_length",
+    "move_to_device",
+    "release_workers",
+    "set_epoch",
+    "wire_loader",
+]

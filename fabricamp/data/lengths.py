@@ -1,0 +1,128 @@
+"""How many batches a loader gives, how many of them are wanted, and whether the ranks agree."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.errors import ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["check_equal_lengths", "check_limit", "known_length", "limit_batches", "loader_length"]
+
+
+def loader_length(loader: Any, name: str) -> int | float:
+    """Returns the number of batches, inf where the loader does not say; raises where it has none or is no loader.
+
+    ``name`` is the argument that the error names (``train_dataloaders``, ``val_dataloaders`` ...).  Zero is returned
+    only for an evaluation loader whose samples all went to other ranks.
+    """
+    _check_iterable(loader, name)
+    length = known_length(loader)
+    if length == 0 and not _all_elsewhere(loader):
+        raise ConfigError(
+            f"{name}: {_described(loader)} has no batches; give it at least one "
+            "(an empty dataset, or drop_last=True with fewer samples than a batch?)"
+        )
+    return length
+
+
+def known_length(loader: Any) -> int | float:
+    """Returns ``len(loader)``, inf where it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def check_limit(limit: float, name: str) -> None:
+    """Raises :class:`ConfigError` where ``limit`` is neither a number of batches (int) nor a fraction (float)."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        allowed = "an int (number of batches) or a float from 0.0 to 1.0 (fraction)"
+        raise ConfigError(f"{name}={limit!r} is a {type(limit).__name__}; it has to be {allowed}")
+    if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
+        raise ConfigError(f"{name}={limit!r} is a fraction outside 0.0 to 1.0; for a number of batches pass an int")
+    if limit < 0:
+        raise ConfigError(f"{name}={limit!r} is negative; pass 0 for none, or leave it out for all batches")
+
+
+def limit_batches(length: float, limit: float, name: str) -> int | float:
+    """Returns how many of ``length`` batches ``limit`` wants: at most that number (int) or that fraction (float)."""
+    check_limit(limit, name)
+    if isinstance(limit, int):
+        return limit if length == math.inf else min(int(length), limit)
+    if limit == 0.0:
+        return 0
+    if length == math.inf:
+        if limit == 1.0:
+            return math.inf
+        raise ConfigError(
+            f"{name}={limit!r} is a fraction of a loader that has no len(); pass a number of batches, or 1.0"
+        )
+    wanted = int(length * limit)
+    if wanted == 0 < length:
+        smallest = math.ceil(1e4 / length) / 1e4
+        raise ConfigError(
+            f"{name}={limit!r} of {int(length)} batches is less than one batch; "
+            f"pass at least {smallest}, or a number of batches (int)"
+        )
+    return wanted
+
+
+def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: Any = None) -> None:
+    """Raises :class:`DistributedError` on every rank where ranks would train on different numbers of batches.
+
+    With ``loader``, ranks also have to agree on what a :class:`TrainSampler` shares out: dataset size and seed.
+    """
+    sampler = getattr(loader, "sampler", None)
+    shared = (sampler.dataset_size, sampler.seed) if isinstance(sampler, TrainSampler) else None
+    ranks = strategy.all_gather_object((length, shared))
+    if len({rank_length for rank_length, _ in ranks}) > 1:
+        counts = ", ".join(f"rank {rank}: {_count(rank_length)}" for rank, (rank_length, _) in enumerate(ranks))
+        raise DistributedError(
+            f"{name} has different numbers of batches on the ranks ({counts}), so some would wait for ever for others; "
+            "give each rank the same number of samples, or set a limit (int) that is at most the smallest number"
+        )
+    if len({rank_shared for _, rank_shared in ranks}) > 1:
+        found = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
+        raise DistributedError(
+            f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({found}); "
+            "give every rank the same dataset and generator seed, "
+            "or pass use_distributed_sampler=False where each has its own part"
+        )
+
+
+def _check_iterable(loader: Any, name: str) -> None:
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise ConfigError(f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)")
+    by_index = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    if isinstance(loader, str | bytes | Tensor) or not (hasattr(loader, "__iter__") or by_index):
+        raise ConfigError(
+            f"{name}: {type(loader).__name__} gives no batches; "
+            "pass a DataLoader or another iterable of batches, or a DataModule"
+        )
+
+
+def _all_elsewhere(loader: Any) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    return isinstance(sampler, EvalSampler) and sampler.dataset_size > 0
+
+
+def _described(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    over = "" if dataset is None else f" over {type(dataset).__name__}"
+    return f"{type(loader).__name__}{over}"
+
+
+def _count(length: float) -> str:
+    return "unknown" if length == math.inf else str(int(length))
+
+
+def _sharing(shared: tuple[int, int] | None) -> str:
+    return "its own sampler" if shared is None else f"{shared[0]} samples, seed {shared[1]}"

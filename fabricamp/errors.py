@@ -1,0 +1,33 @@
+"""The one family of errors, and the wording that they share."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["CheckpointError", "ConfigError", "DistributedError", "FabricampError", "nearest"]
+
+
+class FabricampError(Exception):
+    """Anything that fabricamp itself finds wrong."""
+
+
+class ConfigError(FabricampError, ValueError):
+    """An argument, or a combination of arguments, module, data and machine that cannot work."""
+
+
+class DistributedError(FabricampError, RuntimeError):
+    """Ranks that disagree, or a rank that is gone."""
+
+
+class CheckpointError(FabricampError, RuntimeError):
+    """A checkpoint that cannot be written, read or used for what was asked."""
+
+
+def nearest(given: object, known: Iterable[str]) -> str:
+    """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or nothing where none is near."""
+    matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,120 @@
+"""The evaluation loop: validate, test and predict over one loader or several."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import ModuleHooks, call_all, overrides
+from fabricamp.state import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fabricamp.data import Feed
+    from fabricamp.hooks import Hooks
+    from fabricamp.metrics import Metrics
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.state import RunState
+    from fabricamp.watchdog import StopAgreement
+
+__all__ = ["EvaluationLoop"]
+
+
+class EvaluationLoop:
+    """One pass over the loaders of ``kind`` ("validation", "test" or "predict"); hooks and arguments are looked up once."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        module: TrainingModule,
+        precision: Precision,
+        state: RunState,
+        metrics: Metrics,
+        hooks: Hooks,
+        agreement: StopAgreement,
+        inference_mode: bool,
+    ) -> None:
+        self._kind = kind
+        self._module = module
+        self._precision = precision
+        self._state = state
+        self._metrics = metrics
+        self._agreement = agreement
+        self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
+        self._step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
+        self._arguments = _count_arguments(self._step)
+        self._start = hooks(f"on_{kind}_start")
+        self._end = hooks(f"on_{kind}_end")
+        self._epoch_start = hooks(f"on_{kind}_epoch_start")
+        self._epoch_end = hooks(f"on_{kind}_epoch_end")
+        self._batch_start = hooks(f"on_{kind}_batch_start")
+        self._batch_end = hooks(f"on_{kind}_batch_end")
+
+    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
+        """Runs every loader once; returns what the steps returned, a list a loader, where ``keep``."""
+        state = self._state
+        modes = [(submodule, submodule.training) for submodule in self._module.modules()]
+        getattr(self._module, f"on_{self._kind}_model_eval")()
+        before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
+        state.num_dataloaders = len(feeds)
+        with self._no_gradients():
+            state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+            call_all(self._start)
+            call_all(self._epoch_start)
+            outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
+            call_all(self._epoch_end)
+            if self._kind != "predict":
+                self._metrics.end_evaluation(state.global_step)
+            call_all(self._end)
+        state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
+        self._restore_modes(modes)
+        return outputs
+
+    def _run_loader(self, feed: Feed, dataloader_idx: int, *, keep: bool) -> list[Any]:
+        state = self._state
+        state.dataloader_idx = dataloader_idx
+        if self._kind != "predict":
+            state.scope = Scope.EVAL_STEP
+        outputs = []
+        for batch_idx, batch in enumerate(feed):
+            state.batch = batch
+            for hook in self._batch_start:
+                hook(batch, batch_idx, dataloader_idx)
+            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments]
+            output = self._precision.forward(self._step, *arguments)
+            for hook in self._batch_end:
+                hook(output, batch, batch_idx, dataloader_idx)
+            if keep:
+                outputs.append(output)
+        if self._kind != "predict":
+            state.scope = Scope.EVAL_EPOCH
+        return outputs
+
+    def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
+        name = f"on_{self._kind}_model_train"
+        if overrides(self._module, name, ModuleHooks):
+            getattr(self._module, name)()
+            return
+        for submodule, training in modes:
+            submodule.training = training
+
+
+def _count_arguments(step: Callable[..., Any]) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) the step takes by position."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return 2
+    count = sum(
+        parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD} for parameter in parameters
+    )
+    if not 1 <= count <= 3:
+        raise ConfigError(
+            f"{step.__qualname__} takes {count} arguments; it gets (batch), (batch, batch_idx) or those and dataloader_idx"
+        )
+    return count

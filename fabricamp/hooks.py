@@ -1,0 +1,224 @@
+"""The hooks of a module, and how hooks become plain tuples of calls before the first batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.data import move_to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fabricamp.trainer import Trainer
+
+__all__ = ["Calls", "Hooks", "ModuleHooks", "call_all", "overrides"]
+
+Calls = tuple["Callable[..., Any]", ...]
+
+
+class ModuleHooks:
+    """What a module may override.  None of them does anything by itself except the four that move data or switch modes."""
+
+    def configure_model(self) -> None:
+        """Builds large submodules late, after every process knows its device."""
+
+    def prepare_data(self) -> None:
+        """Downloads and converts; on one process a node, before ``setup``.  Keep no state here: other processes do not see it."""
+
+    def setup(self, stage: str) -> None:
+        """Builds data sets and layers; on every process; ``stage`` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Last of all."""
+
+    def train_dataloader(self) -> Any:
+        """Returns the loader to train on, or a dict or list of loaders."""
+
+    def val_dataloader(self) -> Any:
+        """Returns the loader to validate on, or a list of loaders."""
+
+    def test_dataloader(self) -> Any:
+        """Returns the loader to test on, or a list of loaders."""
+
+    def predict_dataloader(self) -> Any:
+        """Returns the loader to predict, or a list of loaders."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Returns the batch, changed before it travels to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Returns the batch on ``device``; override it for batches of a type of your own."""
+        return move_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Returns the batch, changed on the device (augmentation)."""
+        return batch
+
+    def on_fit_start(self) -> None:
+        """After the optimizers are built and a checkpoint is restored."""
+
+    def on_fit_end(self) -> None:
+        """After training."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """After an epoch, while values can still be logged."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before a micro-batch; return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch."""
+
+    def on_validation_start(self) -> None:
+        """Before a validation run."""
+
+    def on_validation_end(self) -> None:
+        """After a validation run."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before the validation batches."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After the validation batches, while values can still be logged."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a validation batch."""
+
+    def on_test_start(self) -> None:
+        """Before a test run."""
+
+    def on_test_end(self) -> None:
+        """After a test run."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the test batches."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the test batches, while values can still be logged."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a test batch."""
+
+    def on_predict_start(self) -> None:
+        """Before a prediction run."""
+
+    def on_predict_end(self) -> None:
+        """After a prediction run."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the batches to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the batches to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before a batch to predict."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After a batch to predict."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Frees gradients before a validation inside ``fit`` (not in the middle of an accumulation)."""
+        self.zero_grad(set_to_none=True)  # type: ignore[attr-defined]  # nn.Module's
+
+    def on_validation_model_eval(self) -> None:
+        """Switches to evaluation; the Trainer notes every submodule's mode first."""
+        self.eval()  # type: ignore[attr-defined]  # nn.Module's
+
+    def on_validation_model_train(self) -> None:
+        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+
+    def on_test_model_eval(self) -> None:
+        """Switches to evaluation."""
+        self.eval()  # type: ignore[attr-defined]  # nn.Module's
+
+    def on_test_model_train(self) -> None:
+        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+
+    def on_predict_model_eval(self) -> None:
+        """Switches to evaluation."""
+        self.eval()  # type: ignore[attr-defined]  # nn.Module's
+
+    def on_predict_model_train(self) -> None:
+        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before gradients are cleared."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Before backward; the loss is not scaled yet."""
+
+    def on_after_backward(self) -> None:
+        """After backward; with a scaler the gradients are still scaled."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before an update; gradients are averaged and unscaled, not clipped."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """May add to a checkpoint that is about to be written."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """May read from a checkpoint that is being restored."""
+
+
+def overrides(part: object, name: str, base: type) -> bool:
+    """Returns whether ``part`` has its own ``name`` instead of ``base``'s, by its class or set on the instance."""
+    return name in vars(part) or getattr(type(part), name, None) is not getattr(base, name, None)
+
+
+def call_all(calls: Calls, *args: Any) -> None:
+    """Calls each with ``args``."""
+    for call in calls:
+        call(*args)
+
+
+class Hooks:
+    """The hooks that somebody overrides, each looked up once: ``hooks("on_fit_start")`` is a tuple of bound calls.
+
+    Callbacks come before the module, and take the Trainer and the module as Lightning's do; here both are bound already, so
+    the loops pass only what changes.
+    """
+
+    def __init__(self, trainer: Trainer, module: nn.Module, callbacks: Sequence[Callback]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._callbacks = callbacks
+
+    def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:
+        """The callbacks' calls of ``name``; ``monitors`` limits them to those that read the epoch's metrics, or to the others."""
+        return tuple(
+            partial(getattr(callback, name), self._trainer, self._module)
+            for callback in self._callbacks
+            if overrides(callback, name, Callback) and (monitors is None or callback.monitors is monitors)
+        )
+
+    def module(self, name: str) -> Calls:
+        """The module's call of ``name``, if it overrides it."""
+        return (getattr(self._module, name),) if overrides(self._module, name, ModuleHooks) else ()
+
+    def __call__(self, name: str) -> Calls:
+        """Callbacks first, then the module."""
+        return self.callbacks(name) + self.module(name)

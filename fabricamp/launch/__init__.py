@@ -1,0 +1,21 @@
+"""Where this process stands among others, which devices it may use, and how further processes are started."""
+
+from __future__ import annotations
+
+from fabricamp.launch.devices import resolve_devices
+from fabricamp.launch.environment import check_environment, detect
+from fabricamp.launch.processes import run_function, run_script
+from fabricamp.launch.recording import record_failure
+from fabricamp.launch.start import choose_start_method, interactive, script_can_rerun
+
+__all__ = [
+    "check_environment",
+    "choose_start_method",
+    "detect",
+    "interactive",
+    "record_failure",
+    "resolve_devices",
+    "run_function",
+    "run_script",
+    "script_can_rerun",
+]

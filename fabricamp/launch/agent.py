@@ -1,0 +1,162 @@
+"""torch's elastic agent over workers of this machine: without its log lines, with Ctrl-C passed on once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabricamp.launch.environment import STARTED_BY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from fabricamp.launch.start import StartMethod
+
+__all__ = ["ENDINGS", "Outcome", "run_agent"]
+
+ENDINGS = tuple(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+"""Signals on which the agent ends its workers."""
+
+# A rank that was asked to end may have a checkpoint to write.
+_SHUTDOWN_SECONDS = 60
+
+
+class Outcome(NamedTuple):
+    """How the workers ended: failures by rank in the order of their discovery, and how often Ctrl-C was passed on."""
+
+    failures: dict[int, ProcessFailure]
+    interrupts: int
+
+
+def run_agent(
+    num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...], method: StartMethod, folder: Path
+) -> Outcome:
+    """Returns how the workers ended; they write errors below ``folder``.  A signal that ends the agent exits here."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _variables(num_processes, method):
+        spec = _worker_spec(num_processes, entrypoint, args)
+        agent = LocalElasticAgent(
+            spec,
+            DefaultLogsSpecs(log_dir=str(folder / "ranks")),
+            start_method="spawn" if method == "script" else method,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+        with _quiet(), _signals(agent) as interrupts:
+            try:
+                result = agent.run()
+            except SignalException as ended:
+                sys.exit(128 + ended.sigval)
+            finally:
+                spec.rdzv_handler.shutdown()
+    return Outcome(dict(result.failures), len(interrupts))
+
+
+def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...]) -> WorkerSpec:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    # Port 0 is a free one of the system's choice: runs side by side do not clash.
+    # The address is a number: there may be no name service.
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="127.0.0.1:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="127.0.0.1",
+    )
+    return WorkerSpec(
+        role="rank",
+        local_world_size=num_processes,
+        entrypoint=entrypoint,
+        args=args,
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )
+
+
+@contextlib.contextmanager
+def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
+    """The variables that workers inherit, on top of those that the agent sets for each rank."""
+    before = dict(os.environ)
+    os.environ[STARTED_BY] = method
+    # SIGINT is not the agent's: it would end the workers instead of letting them finish their step.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(ENDINGS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
+    # All ranks are on this machine: Gloo needs neither the host's name nor its network.
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the loggers of the agent: what failed is said once, by the caller."""
+    known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    noisy = [
+        logger for logger in known if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+    ]
+    noisy = [logger for logger in noisy if not logger.disabled]
+    for logger in noisy:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger in noisy:
+            logger.disabled = False
+
+
+@contextlib.contextmanager
+def _signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
+    """Passes each Ctrl-C on to the workers (they finish their step; the third kills), and gives all handlers back.
+
+    Yields a list that grows by one with each.
+    """
+    interrupts: list[int] = []
+    starter = os.getpid()
+
+    def pass_on(signum: int, _frame: object) -> None:
+        pids = [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
+        if os.getpid() != starter or not pids:
+            raise KeyboardInterrupt
+        interrupts.append(signum)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum if len(interrupts) < 3 else signal.SIGKILL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", *ENDINGS)}
+    if before["SIGINT"] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, pass_on)
+    try:
+        yield interrupts
+    finally:
+        for name, handler in before.items():
+            if handler is not None:
+                signal.signal(getattr(signal, name), handler)

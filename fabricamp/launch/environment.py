@@ -1,0 +1,173 @@
+"""Which process of which run this is, as the starter's environment variables say: torchrun's, SLURM's, or none."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from fabricamp.errors import ConfigError
+from fabricamp.launch.recording import report_uncaught
+from fabricamp.strategies.base import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["STARTED_BY", "check_environment", "detect", "first_host"]
+
+STARTED_BY = "FABRICAMP_STARTED_BY"
+"""Set in workers that fabricamp started itself, to the start method."""
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
+
+
+def detect() -> Environment | None:
+    """Returns this process's place among those that torchrun, SLURM or fabricamp started; None for a plain process.
+
+    Contradicting variables raise :class:`ConfigError`.  Under srun, MASTER_ADDR and MASTER_PORT are set where they are
+    missing; in a worker that runs a script again, exceptions that nobody catches go to the starter.
+    """
+    if os.environ.get(STARTED_BY) == "script":
+        report_uncaught()
+    if any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _torchrun(os.environ)
+    if _under_srun(os.environ):
+        return _slurm(os.environ)
+    return None
+
+
+def check_environment(environment: Environment | None, num_processes: int | None, num_nodes: int | None = None) -> None:
+    """Raises :class:`ConfigError` where ``Trainer(devices=, num_nodes=)`` contradict who started this process.
+
+    ``num_processes``: processes per machine that ``devices`` asks for; None for "auto", which takes what is there.
+    """
+    if environment is None:
+        if num_nodes is not None and num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={num_nodes}, but nobody started this run on several machines, as torchrun and srun do: "
+                f"for example `torchrun --nnodes={num_nodes} --nproc_per_node={num_processes or 1} --rdzv_backend=c10d "
+                f"--rdzv_endpoint=HOST:PORT train.py` on each; or use num_nodes=1"
+            )
+        return
+    starter = environment.name
+    if num_processes is not None and num_processes != environment.local_world_size:
+        raise ConfigError(
+            f"devices asks for {num_processes} process(es) per machine, but {starter} started "
+            f"{environment.local_world_size} here; start as many with {starter}, or use "
+            f'devices={environment.local_world_size} or devices="auto"'
+        )
+    nodes = -(-environment.world_size // environment.local_world_size)
+    if num_nodes is not None and num_nodes not in (1, nodes):
+        raise ConfigError(
+            f"num_nodes={num_nodes}, but {starter} runs {environment.world_size} processes on {nodes} machine(s); "
+            f"use num_nodes={nodes}, or start on {num_nodes} machines"
+        )
+
+
+def _torchrun(variables: Mapping[str, str]) -> Environment:
+    rank, local_rank, world_size, local_world_size = _numbers(variables, _TORCHRUN, "torchrun")
+    node_rank = rank // local_world_size if local_world_size > 0 else 0
+    if "GROUP_RANK" in variables:
+        (node_rank,) = _numbers(variables, ("GROUP_RANK",), "torchrun")
+    name = variables.get(STARTED_BY, "torchrun")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if world_size > 1 and missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing beside WORLD_SIZE={world_size}: start with torchrun, which sets them"
+        )
+    environment = Environment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        name=name,
+    )
+    return _consistent(environment, variables, _TORCHRUN)
+
+
+def _under_srun(variables: Mapping[str, str]) -> bool:
+    """Whether srun started this process beside others.
+
+    The shell of an sbatch script or of salloc carries the job's SLURM variables too (SLURM_PROCID=0 of SLURM_NTASKS=4 with nobody
+    else running): waiting for the other ranks there would hang for ever.  Only a job step has a step id.
+    """
+    if "SLURM_PROCID" not in variables or variables.get("SLURM_NTASKS", "1") == "1":
+        return False
+    if variables.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return False
+    in_step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
+    return in_step or "SLURM_JOB_ID" not in variables
+
+
+def _slurm(variables: Mapping[str, str]) -> Environment:
+    rank, local_rank, world_size, node_rank = _numbers(variables, _SLURM, "srun")
+    environment = Environment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=_tasks_on_node(variables, node_rank, world_size),
+        node_rank=node_rank,
+        name="slurm",
+    )
+    _consistent(environment, variables, (*_SLURM, "SLURM_STEP_TASKS_PER_NODE"))
+    nodes = (
+        variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
+    )
+    os.environ.setdefault("MASTER_ADDR", first_host(nodes) if nodes else "127.0.0.1")
+    job = int(variables.get("SLURM_JOB_ID", 0)) + int(variables.get("SLURM_STEP_ID", 0))
+    # Below the range from which Linux hands out ports by itself, and different for neighbouring jobs on a shared machine.
+    os.environ.setdefault("MASTER_PORT", str(12000 + job % 20000))
+    return environment
+
+
+def _tasks_on_node(variables: Mapping[str, str], node_rank: int, world_size: int) -> int:
+    """Reads SLURM's ``"2(x3),1"`` (two tasks on each of three machines, one on the fourth)."""
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    if text is None:
+        nodes = int(variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES") or 1)
+        return world_size // max(nodes, 1)
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE={text!r} cannot be read: expected a form such as '2(x3),1'")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= node_rank < len(tasks):
+        raise ConfigError(
+            f"SLURM_NODEID={node_rank}, but SLURM_TASKS_PER_NODE={text!r} speaks of {len(tasks)} machine(s)"
+        )
+    return tasks[node_rank]
+
+
+def first_host(nodelist: str) -> str:
+    """Returns the first machine of SLURM's short form: ``"gpu[003-007,9],login"`` gives ``"gpu003"``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else nodelist
+
+
+def _numbers(variables: Mapping[str, str], names: tuple[str, ...], starter: str) -> list[int]:
+    missing = [name for name in names if name not in variables]
+    if missing:
+        given = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
+        raise ConfigError(
+            f"the environment has {given} but not {', '.join(missing)}; {starter} sets all of them: "
+            f"start with {starter}, set the missing, or unset those for a run of one process"
+        )
+    try:
+        return [int(variables[name]) for name in names]
+    except ValueError:
+        given = ", ".join(f"{name}={variables[name]!r}" for name in names)
+        raise ConfigError(f"the environment has {given}, which have to be whole numbers") from None
+
+
+def _consistent(environment: Environment, variables: Mapping[str, str], names: tuple[str, ...]) -> Environment:
+    local = 0 <= environment.local_rank < environment.local_world_size <= environment.world_size
+    if local and environment.local_rank <= environment.rank < environment.world_size:
+        return environment
+    given = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
+    raise ConfigError(
+        f"the environment contradicts itself: {given} (a rank has to be below its size, a local size not above the whole); "
+        f"unset what an earlier run left behind, or start with torchrun"
+    )

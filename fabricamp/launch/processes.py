@@ -1,0 +1,118 @@
+"""Starts the ranks of this machine, by running the script again or by calling a function, and waits for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.launch.agent import ENDINGS, run_agent
+from fabricamp.launch.failures import as_error, find_cause
+from fabricamp.launch.start import check_fork, rerun_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["run_function", "run_script"]
+
+
+def run_script(num_processes: int) -> NoReturn:
+    """Runs this process's script again in ``num_processes`` workers and exits with their code.
+
+    The workers have the same command line, directory, environment and terminal.  Where one fails, the others are ended
+    and its traceback is shown.
+    """
+    command, directory = rerun_command()
+    os.chdir(directory)
+    # The agent fills in ${local_rank} in arguments: a doubled dollar comes out as the one that was given.
+    arguments = tuple(word.replace("$", "$$") for word in command[1:])
+    with tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
+        outcome = run_agent(num_processes, command[0], arguments, "script", Path(name))
+        cause = find_cause(outcome.failures, Path(name), all_known=True)
+    if cause is None:
+        sys.exit(0)
+    if outcome.interrupts and not cause.trace:
+        sys.exit(128 + signal.SIGINT)
+    sys.stderr.write(cause.report())
+    sys.exit(cause.shell_code())
+
+
+def run_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_processes: int,
+    start_method: Literal["fork", "spawn"] = "fork",
+) -> Any:
+    """Returns what ``function(*args)`` returned on rank 0, after it ran in ``num_processes`` workers.
+
+    A failure is raised here, with its rank and traceback: fabricamp's own errors as what they are, others as
+    :class:`DistributedError`.  With "spawn" function and arguments have to pickle, the result with either.
+    """
+    job = _Job(function, args)
+    with tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
+        folder = Path(name)
+        if start_method == "fork":
+            check_fork()
+        else:
+            # Saved, not handed over: tensors handed to a spawned process are shared with it, and all ranks would train the same.
+            _save_job(job, folder)
+        outcome = run_agent(
+            num_processes, _work, (folder, job if start_method == "fork" else None), start_method, folder
+        )
+        # Of functions the agent reports one failure and ends the other ranks.
+        cause = find_cause(outcome.failures, folder, all_known=False)
+        if cause is None:
+            return torch.load(folder / "result", weights_only=False)
+    if outcome.interrupts and not cause.trace:
+        raise KeyboardInterrupt
+    raise as_error(cause)
+
+
+class _Job(NamedTuple):
+    """What the workers have to do."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def _work(folder: Path, job: _Job | None) -> None:
+    """Runs the job in a worker; rank 0 leaves the result in ``folder``."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ENDINGS:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    # Out of the terminal's group: Ctrl-C reaches the starter alone, which passes it on once.
+    os.setpgrp()
+    if job is None:
+        job = _load_job(folder)
+    else:
+        # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
+        torch.set_num_threads(1)
+    result = job.function(*job.args)
+    if os.environ["RANK"] == "0":
+        torch.save(result, folder / "result")
+
+
+def _save_job(job: _Job, folder: Path) -> None:
+    try:
+        torch.save(tuple(job), folder / "job")
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"start_method='spawn' cannot send its work to other processes ({error}); define classes and functions at the top of "
+            f"a file that can be imported (no lambdas), or use start_method='fork'"
+        ) from error
+
+
+def _load_job(folder: Path) -> _Job:
+    try:
+        return _Job(*torch.load(folder / "job", weights_only=False))
+    except AttributeError as error:
+        raise ConfigError(
+            f"a spawned process cannot find what is defined in this session ({error}); put the classes and functions "
+            f"into a file that can be imported, or use start_method='fork'"
+        ) from error

@@ -1,0 +1,91 @@
+"""How further processes are started: by running the script again, by fork, or by spawn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.launch.environment import STARTED_BY
+
+__all__ = ["StartMethod", "check_fork", "choose_start_method", "interactive", "rerun_command", "script_can_rerun"]
+
+StartMethod = Literal["script", "spawn", "fork"]
+
+_METHODS: dict[str, StartMethod] = {"script": "script", "spawn": "spawn", "fork": "fork"}
+
+# Scripts change directory, as a rule after their imports; a relative path in their command line means the first one.
+_STARTED_IN = Path.cwd()
+
+
+def choose_start_method(requested: str | None = None) -> StartMethod:
+    """Returns how to start the other processes: as ``Trainer(start_method=)`` asks, or what fits (None, "auto").
+
+    "script" runs the script again; "fork" is for notebooks and pytest (nothing there could be run again); "spawn" for
+    ``python -c``, stdin and an interactive interpreter.
+    """
+    if requested is None or requested == "auto":
+        if _in_notebook() or _under_pytest():
+            return "fork"
+        return "script" if script_can_rerun() else "spawn"
+    method = _METHODS.get(requested)
+    if method is None:
+        known = ", ".join(repr(name) for name in ("auto", *_METHODS))
+        raise ConfigError(
+            f"start_method={requested!r} is not known{nearest(requested, ('auto', *_METHODS))} (allowed: {known})"
+        )
+    if method == "script" and not script_can_rerun():
+        raise ConfigError(
+            "start_method='script' runs the script again in each process, and this process runs none (python -c, stdin, notebook "
+            "or interactive); put the code into a file, or use start_method='spawn' or 'fork'"
+        )
+    if method == "fork":
+        check_fork()
+    return method
+
+
+def check_fork() -> None:
+    """Raises :class:`ConfigError` where a forked process could not work."""
+    if not hasattr(os, "fork"):
+        raise ConfigError("start_method='fork' does not exist on this system; use start_method='spawn'")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "processes cannot be forked once CUDA is initialised here, because they could not use it; in a notebook: "
+            "restart the kernel and touch no GPU (no .cuda(), no torch.cuda call) before fit; in a program: "
+            "start_method='spawn'"
+        )
+
+
+def script_can_rerun() -> bool:
+    """Whether this process runs a script, module or console command that can be started again by its command line."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None) or "<nothing>"
+    from_a_file = not file.startswith("<") and sys.argv[0] not in ("", "-", "-c")
+    is_child = multiprocessing.parent_process() is not None
+    return from_a_file and bool(sys.executable) and not sys.flags.interactive and not is_child
+
+
+def interactive() -> bool:
+    """Whether someone waits at a prompt, a test or a caller for what this process computes, so that it should not exit."""
+    in_call = os.environ.get(STARTED_BY) in ("fork", "spawn")
+    return in_call or hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook() or _under_pytest()
+
+
+def rerun_command() -> tuple[list[str], Path]:
+    """Returns the command line of this process word by word (interpreter flags, ``-m``, arguments), and its directory."""
+    return [sys.executable, *sys.orig_argv[1:]], _STARTED_IN
+
+
+def _in_notebook() -> bool:
+    """Whether an IPython kernel or shell runs this; asks only packages that are already imported."""
+    package = sys.modules.get("IPython")
+    return package is not None and package.get_ipython() is not None
+
+
+def _under_pytest() -> bool:
+    """Whether pytest runs this; scripts that a test starts inherit the variable, but not the module."""
+    return "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules

@@ -1,0 +1,117 @@
+"""The folder of a run, ``save_dir/name/version_N``: one for all ranks, never shared by two runs that start at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint import plain
+from fabricamp.errors import ConfigError
+from fabricamp.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["RunFolderLogger", "writes"]
+
+_HYPERPARAMETERS = "hparams.yaml"
+
+
+def writes() -> bool:
+    """Whether this process is the one that writes: rank 0 of the process group, or of what torchrun or SLURM started."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
+
+
+class RunFolderLogger(Logger):
+    """A logger with a folder of its own, in which it writes the hyper-parameters once."""
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
+    ) -> None:
+        if isinstance(version, int) and version < 0:
+            raise ConfigError(
+                f"{type(self).__name__}(version={version}): choose a number from 0, a name, or None for the next free one"
+            )
+        self.save_dir = Path(save_dir).expanduser().absolute()
+        self.name = name or ""
+        self._version = version
+        self._prefix = prefix
+        self._hyperparameters: dict[str, Any] = {}
+
+    @property
+    def root_dir(self) -> Path:
+        """The folder that holds the versions."""
+        return self.save_dir / self.name
+
+    @property
+    def version(self) -> int | str:
+        """The number or name of this run; the first use on rank 0 takes the next free number, and makes its folder.
+
+        On other ranks it has to be set to rank 0's.
+        """
+        if self._version is None:
+            if not writes():
+                raise ConfigError(
+                    f"{type(self).__name__}.version is decided by rank 0 when fit starts, and is not known on this rank before"
+                )
+            self._version = _claim_version(self.root_dir)
+        return self._version
+
+    @version.setter
+    def version(self, version: int | str) -> None:
+        self._version = version
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of this run."""
+        version = self.version
+        return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them."""
+        added = plain(params)
+        if not writes() or (self._hyperparameters and added.items() <= self._hyperparameters.items()):
+            return
+        self._hyperparameters |= added
+        self._write_hyperparameters()
+
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {f"{self._prefix}-{name}": value for name, value in metrics.items()} if self._prefix else dict(metrics)
+
+    def _write_hyperparameters(self) -> None:
+        yaml: Any = importlib.import_module("yaml")
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(_showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
+        unfinished = self.log_dir / f".{_HYPERPARAMETERS}.partial"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self.log_dir / _HYPERPARAMETERS)
+
+
+def _claim_version(root: Path) -> int:
+    """Makes the folder of the next free number; ``mkdir`` tells which of two runs came first."""
+    root.mkdir(parents=True, exist_ok=True)
+    numbers = (re.fullmatch(r"version_(\d+)", entry.name) for entry in root.iterdir())
+    version = max((int(number[1]) + 1 for number in numbers if number), default=0)
+    while True:
+        try:
+            (root / f"version_{version}").mkdir()
+        except FileExistsError:
+            version += 1
+        else:
+            return version
+
+
+def _showable(value: Any) -> Any:
+    """``value`` as YAML shows it; what YAML has no word for as its ``str``."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str | int) else str(key): _showable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_showable(item) for item in value]
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)

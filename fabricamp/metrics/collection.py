@@ -1,0 +1,182 @@
+"""When the host, the other ranks, the callbacks and the loggers see what was logged."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.errors import DistributedError
+from fabricamp.metrics import exchange
+from fabricamp.metrics.naming import LOADER_MARK
+from fabricamp.metrics.recording import Recording
+from fabricamp.metrics.slots import Table
+from fabricamp.metrics.values import plain_value
+from fabricamp.state import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.metrics.slots import Published
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["Metrics"]
+
+_LAG = 2  # windows between a flush and its delivery (DESIGN.md 3.2)
+_NOTHING_DUE = sys.maxsize
+
+
+class Metrics(Recording):
+    """The logged values of one Trainer, from ``self.log`` to callbacks, progress bar and loggers.
+
+    ``callback_metrics`` are reduced over all ranks, whatever ``sync_dist`` says: callbacks decide by them, the same on every rank.
+    ``logged_metrics``, ``progress_bar_metrics`` and what the ``sinks`` get (on rank 0: values and their ``global_step``) are the
+    rank's own for a step's values without ``sync_dist``, else global.  With several processes a flush is one small collective.
+    """
+
+    def __init__(self, state: RunState, strategy: Strategy) -> None:
+        super().__init__(state, strategy)
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.logged_metrics: dict[str, float] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+        self.sinks: list[Callable[[dict[str, float], int], None]] = []
+        self._evaluated: dict[str, float] = {}
+        self._pending: deque[exchange.Snapshot] = deque()
+        self._due = _NOTHING_DUE
+
+    def flush(self, step: int) -> None:
+        """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
+
+        On CPU it arrives here, on a GPU with :meth:`poll`.
+        """
+        table = self._table(Table.TRAINING)
+        if self._strategy.world_size == 1 and not any(cell.per_step and cell.weight for cell in table.cells.values()):
+            return
+        snapshot = exchange.take(table, self._strategy, step)
+        table.clear_steps(snapshot.sent)
+        if snapshot.event is not None:
+            self._pending.append(snapshot)
+            self._due = self._pending[0].step + _LAG
+            return
+        rows, complete = exchange.read(snapshot, table, self._strategy)
+        self._deliver(rows, step)
+        if not complete:
+            self.flush(step)
+
+    def poll(self, step: int) -> None:
+        """Delivers the flushes that are two windows old; the loop calls it at every step boundary."""
+        if step >= self._due:
+            self._deliver_pending(step - _LAG)
+
+    def drain(self) -> None:
+        """Delivers every flush that is under way, waiting for it."""
+        self._deliver_pending(_NOTHING_DUE)
+
+    def clear_evaluation(self) -> None:
+        """Forgets the values of an evaluation that did not end; before each evaluation run."""
+        self._evaluated = {}
+        self._table(Table.EVALUATION).clear()
+
+    def end_train_epoch(self, step: int) -> dict[str, float]:
+        """Publishes and returns the training epoch's values, reduced over all ranks.
+
+        Step values that no flush has taken yet go to ``callback_metrics``, so that a callback can monitor them after a short epoch.
+        """
+        self.drain()
+        table = self._table(Table.TRAINING)
+        values = self._collect(table, step)
+        table.clear_epoch()
+        for published, value in values:
+            self._publish_to_callbacks(published, value)
+        return self._publish([(published, value) for published, value in values if not published.per_step], step)
+
+    def end_evaluation(self, step: int) -> dict[str, float]:
+        """Publishes and returns an evaluation's values, all of them reduced over all ranks; of a step's values the last one.
+
+        Those of the sanity check are reduced too, then dropped.
+        """
+        table = self._table(Table.EVALUATION)
+        values = self._collect(table, step)
+        table.clear()
+        if self._state.stage is Stage.SANITY:
+            return {}
+        for published, value in values:
+            self._publish_to_callbacks(published, value)
+        self._evaluated = self._publish(values, step)
+        return self._evaluated
+
+    def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
+        """The last evaluation's values, a dict for each dataloader; those of no single one are in every dict."""
+        own = [f"{LOADER_MARK}{index}" for index in range(num_dataloaders)]
+        return [
+            {key: value for key, value in self._evaluated.items() if LOADER_MARK not in key or key.endswith(suffix)}
+            for suffix in own
+        ]
+
+    def _collect(self, table: Table, step: int) -> list[tuple[Published, float]]:
+        """The values of all ranks, a step's before an epoch's: the later one takes the plain key."""
+        merged = sorted(exchange.merge(self._gather(table, step)), key=lambda value: not value.published.per_step)
+        return [
+            (value.published, _computed(table, value) if value.reduced is None else value.reduced) for value in merged
+        ]
+
+    def _gather(self, table: Table, step: int) -> list[exchange.Row]:
+        """What each rank has now; goes a second time where a rank has more than fits into one exchange."""
+        while True:
+            rows, complete = exchange.read(exchange.take(table, self._strategy, step), table, self._strategy)
+            if complete:
+                return rows
+
+    def _deliver_pending(self, until: int) -> None:
+        """Delivers what was flushed at ``until`` or before."""
+        while self._pending and self._pending[0].step <= until:
+            snapshot = self._pending.popleft()
+            rows, _ = exchange.read(snapshot, self._table(Table.TRAINING), self._strategy)
+            self._deliver(rows, snapshot.step)
+        self._due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
+
+    def _deliver(self, rows: Sequence[exchange.Row], step: int) -> None:
+        values: list[tuple[Published, float]] = []
+        for published, reduced, parts in exchange.merge(rows):
+            if not published.per_step or reduced is None:
+                continue
+            self._publish_to_callbacks(published, reduced)
+            own = parts[self._strategy.rank]
+            if published.sync_dist:
+                values.append((published, reduced))
+            elif own is not None and own.weight:
+                values.append((published, own.total))
+        self._publish(values, step)
+
+    def _publish_to_callbacks(self, published: Published, value: float) -> None:
+        with torch.inference_mode(mode=False):
+            tensor = torch.tensor(value, dtype=torch.float64)
+        self.callback_metrics[published.key] = tensor
+        self.callback_metrics[published.plain_key] = tensor
+
+    def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
+        """Hands values to the progress bar and, on rank 0, to the loggers; returns them by key."""
+        self.progress_bar_metrics.update({published.key: value for published, value in values if published.prog_bar})
+        logged = {published.key: value for published, value in values if published.logger}
+        self.logged_metrics.update(logged)
+        if logged and self._strategy.rank == 0:
+            for sink in self.sinks:
+                sink(logged, step)
+        return {published.key: value for published, value in values}
+
+
+def _computed(table: Table, value: exchange.Merged) -> float:
+    """What a torchmetrics object computes over all ranks, which all have to ask for it at the same place."""
+    key = value.published.key
+    without = [rank for rank, part in enumerate(value.parts) if part is None or not part.total]
+    if without:
+        raise DistributedError(
+            f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
+            "log it on every rank (each needs a batch, and rank_zero_only=False)"
+        )
+    return float(plain_value(key, table.cells[value.published.identity].metric.compute()))

@@ -1,0 +1,188 @@
+"""How the values of a table reach the host, and those of the other ranks: one packed vector, one copy, nothing to wait for.
+
+Every rank sends the same number of cells, so the exchange cannot hang, whatever the ranks have logged:
+
+    [signature of the cells' order, number of cells, Python numbers..., weights..., device values...]
+
+Where the signatures differ, the ranks tell each other what their cells mean, once, and adopt one common order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fabricamp.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.metrics.slots import Published, Table
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["Contribution", "Merged", "Row", "Snapshot", "merge", "read", "take"]
+
+_HEADER = 2
+
+
+class Contribution(NamedTuple):
+    """What one rank knows of one value.  For a "metric" ``total`` is 1.0 where the rank has the object to compute it with."""
+
+    total: float
+    weight: int
+
+
+class Merged(NamedTuple):
+    """One value of all ranks: ``reduced`` over them, or None where it computes itself; ``parts`` are the ranks' own, in order."""
+
+    published: Published
+    reduced: float | None
+    parts: list[Contribution | None]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The values of one moment on their way to the host: the first ``sent`` of ``published``."""
+
+    step: int
+    published: tuple[Published, ...]
+    numbers: list[float]
+    weights: list[int]
+    sent: int
+    copy: Tensor
+    event: torch.cuda.Event | None
+
+
+class Row(NamedTuple):
+    """The values of one rank, on the host."""
+
+    published: Sequence[Published]
+    numbers: Sequence[float]
+    weights: Sequence[float]
+    device: Sequence[float]
+
+    def contributions(self) -> Iterator[tuple[Published, Contribution]]:
+        """Each value of the rank, those included that it did not log."""
+        for published, number, weight, device in zip(
+            self.published, self.numbers, self.weights, self.device, strict=False
+        ):
+            yield published, Contribution(_total(published, number, weight, device), int(abs(weight)))
+
+
+def take(table: Table, strategy: Strategy, step: int) -> Snapshot:
+    """Starts the way of all values of ``table`` to the host; on a GPU nothing here waits for it."""
+    cells = list(table.cells.values())
+    numbers = [float(cell.metric is not None) if cell.published.mode == "metric" else cell.number for cell in cells]
+    weights = [cell.weight for cell in cells]
+    sent = len(cells)
+    vector = table.bank[:sent]
+    if strategy.world_size > 1:
+        sent = min(sent, table.wire)
+        vector = strategy.all_gather(_packed(table, numbers, weights))
+    copy, event = _start_copy(vector)
+    return Snapshot(step, table.published(), numbers, weights, sent, copy, event)
+
+
+def read(snapshot: Snapshot, table: Table, strategy: Strategy) -> tuple[list[Row], bool]:
+    """The ranks' values, after the wait for their copy, and whether all of them have travelled.
+
+    Every rank reads the same snapshots in the same order, so all of them see a disagreement at the same place.
+    """
+    if snapshot.event is not None:
+        snapshot.event.synchronize()
+    if strategy.world_size == 1:
+        return [Row(snapshot.published, snapshot.numbers, snapshot.weights, snapshot.copy.tolist())], True
+    wire = (snapshot.copy.shape[1] - _HEADER) // 3
+    received = snapshot.copy.tolist()
+    orders = _orders(snapshot, received, table, strategy)
+    most = max(int(row[1]) for row in received)
+    if most > table.wire:
+        table.widen(most)
+    rows = [_unpacked(order, row, wire) for order, row in zip(orders, received, strict=True)]
+    return rows, most <= wire
+
+
+def merge(rows: Sequence[Row]) -> list[Merged]:
+    """Each value that any rank has logged, reduced over the ranks that have it."""
+    parts: dict[Published, list[Contribution | None]] = {}
+    for rank, row in enumerate(rows):
+        for published, contribution in row.contributions():
+            parts.setdefault(published, [None] * len(rows))[rank] = contribution
+    logged = ((published, own) for published, own in parts.items() if any(part and part.weight for part in own))
+    return [Merged(published, _reduce(published.mode, own), own) for published, own in logged]
+
+
+def _packed(table: Table, numbers: list[float], weights: list[int]) -> Tensor:
+    count = len(numbers)
+    padding = [0.0] * max(0, table.wire - count)
+    header = [float(table.signature()), float(count)]
+    host = [*header, *numbers[: table.wire], *padding, *weights[: table.wire], *padding]
+    pinned = torch.tensor(host, dtype=torch.float64, pin_memory=table.device.type == "cuda")
+    return torch.cat([pinned.to(table.device, non_blocking=True), table.bank[: table.wire]])
+
+
+def _unpacked(published: Sequence[Published], row: list[float], wire: int) -> Row:
+    parts = (row[_HEADER + index * wire : _HEADER + (index + 1) * wire] for index in range(3))
+    return Row(published, *parts)
+
+
+def _start_copy(vector: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of ``vector`` on the host, and the event after which it is there (torch keeps and reuses the pinned memory)."""
+    if vector.device.type != "cuda":
+        return vector, None
+    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    pinned.copy_(vector, non_blocking=True)
+    return pinned, torch.cuda.current_stream(vector.device).record_event()
+
+
+def _orders(
+    snapshot: Snapshot, received: list[list[float]], table: Table, strategy: Strategy
+) -> list[tuple[Published, ...]]:
+    """What the cells of each rank's row mean; where the ranks differ, they agree on one order for the next exchanges."""
+    if len({row[0] for row in received}) == 1:
+        return [snapshot.published] * len(received)
+    orders = strategy.all_gather_object(snapshot.published)
+    agreed: dict[tuple[bool, str], Published] = {}
+    for published in (published for order in orders for published in order):
+        other = agreed.setdefault(published.identity, published)
+        if other.mode != published.mode:
+            raise DistributedError(
+                f"one rank logs {published.key!r} with reduce_fx={other.mode!r}, another with {published.mode!r}; "
+                "use the same on every rank"
+            )
+    table.adopt(list(agreed.values()))
+    return [tuple(agreed[published.identity] for published in order) for order in orders]
+
+
+def _total(published: Published, number: float, weight: float, device: float) -> float:
+    """A rank's share of a value, from its place on the device and its Python number."""
+    if published.mode == "metric":
+        return number
+    if published.per_step:
+        return device if weight > 0 else number
+    if published.mode in ("min", "max"):
+        return _extreme(published.mode, (number, device))
+    return number + device
+
+
+def _reduce(mode: str, parts: list[Contribution | None]) -> float | None:
+    if mode == "metric":
+        return None
+    present = [part for part in parts if part is not None and part.weight]
+    total = sum(part.total for part in present)
+    if mode == "mean":
+        return total / sum(part.weight for part in present)
+    return total if mode == "sum" else _extreme(mode, (part.total for part in present))
+
+
+def _extreme(mode: str, values: Iterable[float]) -> float:
+    """The least or greatest of ``values``; nan where one of them is nan, as in torch."""
+    gathered = list(values)
+    if any(math.isnan(value) for value in gathered):
+        return math.nan
+    return min(gathered) if mode == "min" else max(gathered)

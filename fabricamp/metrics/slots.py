@@ -1,0 +1,260 @@
+"""Where logged values stay until somebody reads them: one device vector for tensors, Python numbers beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.state import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["NO_LOADER", "Arguments", "Cell", "Published", "Slot", "Table"]
+
+_NEUTRAL = {"min": math.inf, "max": -math.inf}
+_INITIAL_CAPACITY = 64
+_STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
+
+NO_LOADER = -1
+"""The dataloader of a slot that nothing was logged to since it was cleared."""
+_STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
+
+NO_LOADER = -1
+"""The dataloader of a slot that nothing was logged to since it was cleared."""
+
+
+class Arguments(NamedTuple):
+    """What one ``self.log`` call asks for, its value and batch size apart; equal for every repetition of the call."""
+
+    name: str
+    prog_bar: bool
+    logger: bool
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Any
+    sync_dist: bool
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    rank_zero_only: bool
+
+    def __str__(self) -> str:
+        flags = ", ".join(f"{key}={value!r}" for key, value in self._asdict().items() if key != "name")
+        return f"self.log({self.name!r}, {flags})"
+
+
+class Published(NamedTuple):
+    """One value as the outside sees it.  ``mode`` is "mean", "sum", "min", "max", or "metric" for one that computes itself."""
+
+    key: str
+    plain_key: str
+    per_step: bool
+    mode: str
+    prog_bar: bool
+    logger: bool
+    sync_dist: bool
+
+    @property
+    def identity(self) -> tuple[bool, str]:
+        """What no two values of one table share."""
+        return self.per_step, self.key
+
+
+class Cell:
+    """The place of one published value: the latest one of a step, or the running one of an epoch.
+
+    A tensor goes to ``place`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
+    that nobody logged; for a step's value 1 says that it lies in ``place`` and -1 that it is ``number``.
+    """
+
+    __slots__ = ("metric", "number", "owner", "per_step", "place", "published", "weight")
+
+    def __init__(self, published: Published, place: Tensor, owner: Slot | None = None) -> None:
+        self.published = published
+        self.per_step = published.per_step
+        self.place = place
+        self.owner = owner
+        self.metric: Any = None
+        self.number = 0.0
+        self.weight = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the value."""
+        self.weight = 0
+        self.number = _NEUTRAL.get(self.published.mode, 0.0)
+        if not self.per_step:
+            self.place.fill_(self.number)
+
+    def add_tensor(self, value: Tensor, weight: int) -> None:
+        """Takes a 0-dim tensor without graph into the epoch's value: one operation on the device."""
+        mode = self.published.mode
+        if mode == "mean":
+            self.place.add_(value, alpha=weight)
+        elif mode == "sum":
+            self.place.add_(value)
+        elif mode == "min":
+            torch.minimum(self.place, value, out=self.place)
+        else:
+            torch.maximum(self.place, value, out=self.place)
+        self.weight += weight
+
+    def add_number(self, value: float, weight: int) -> None:
+        """Takes a Python number into the epoch's value; nan stays nan, as with tensors."""
+        mode = self.published.mode
+        if mode == "mean":
+            self.number += value * weight
+        elif mode == "sum":
+            self.number += value
+        elif math.isnan(value) or (value < self.number if mode == "min" else value > self.number):
+            self.number = value
+        self.weight += weight
+
+
+class Slot:
+    """What one ``self.log`` call of the user's code writes to, over and over."""
+
+    __slots__ = ("arguments", "epoch", "loader", "metric", "published", "scope", "step", "weighs")
+
+    def __init__(
+        self, arguments: Arguments, scope: Scope, published: tuple[Published | None, Published | None]
+    ) -> None:
+        self.arguments = arguments
+        self.scope = scope
+        self.published = published
+        self.loader = NO_LOADER
+        self.step: Cell | None = None
+        self.epoch: Cell | None = None
+        self.metric: Any = None
+        self.weighs = published[1] is not None and published[1].mode == "mean" and scope in _STEP_SCOPES
+
+    def clear(self) -> None:
+        """Forgets the epoch's values and resets the torchmetrics object."""
+        self.loader = NO_LOADER
+        if self.epoch is not None:
+            self.epoch.clear()
+        if self.metric is not None:
+            self.metric.reset()
+
+
+class Table:
+    """All slots of training, or all of evaluation.
+
+    Every table has one fp64 vector on the device; its cells lie in it in an order on which the ranks agree (exchange.py).
+    """
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: dict[tuple[Scope, str], Slot] = {}
+        self.cells: dict[tuple[bool, str], Cell] = {}
+        self.wire = _INITIAL_CAPACITY  # cells that travel in one exchange: the same number on every rank
+        self.bank = self._new_bank(_INITIAL_CAPACITY)
+        self._signature: int | None = None
+
+    def add(self, published: Published, owner: Slot) -> Cell:
+        """The cell of ``published`` for ``owner``; raises where another slot publishes under the same key."""
+        cell = self.cells.get(published.identity)
+        if cell is None:
+            cell = self.cells[published.identity] = Cell(published, self._place(len(self.cells)), owner)
+            self._signature = None
+        elif cell.owner is not None:
+            raise ConfigError(
+                f"{cell.owner.arguments} in {cell.owner.scope.value} and {owner.arguments} in {owner.scope.value} "
+                f"would both be {published.key!r}; give one of them another name"
+            )
+        elif cell.published.mode != published.mode:
+            raise ConfigError(
+                f"{owner.arguments} reduces {published.key!r} by {published.mode!r}, but another rank by "
+                f"{cell.published.mode!r}; log it with the same reduce_fx on every rank"
+            )
+        cell.owner = owner
+        return cell
+
+    def published(self) -> tuple[Published, ...]:
+        """The values in the order of their cells."""
+        return tuple(cell.published for cell in self.cells.values())
+
+    def signature(self) -> int:
+        """A hash of :meth:`published` that a double holds exactly."""
+        if self._signature is None:
+            text = "\n".join(f"{cell.per_step:d} {cell.mode} {cell.key}" for cell in self.published())
+            digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+            self._signature = int.from_bytes(digest, "big")
+        return self._signature
+
+    def adopt(self, agreed: Sequence[Published]) -> None:
+        """Takes the order that the ranks agreed on; cells that only this rank has come after it."""
+        known = self.cells
+        self.bank = self._new_bank(_power_of_two(len({*known, *(other.identity for other in agreed)}), self.wire))
+        self.cells = {}
+        for published in agreed:
+            self._settle(known.pop(published.identity, None), published)
+        for cell in known.values():
+            self._settle(cell, cell.published)
+        self._signature = None
+
+    def widen(self, count: int) -> None:
+        """Lets ``count`` cells travel in one exchange from now on."""
+        self.wire = _power_of_two(count, self.wire)
+        self._grow(self.wire)
+
+    def clear_epoch(self) -> None:
+        """Forgets the epoch's values, keeps the slots."""
+        for slot in self.slots.values():
+            slot.clear()
+
+    def clear_steps(self, count: int) -> None:
+        """Forgets the step values among the first ``count`` cells: they are on their way."""
+        for cell in islice(self.cells.values(), count):
+            if cell.per_step:
+                cell.weight = 0
+
+    def clear(self) -> None:
+        """Forgets every value, keeps the slots."""
+        self.clear_epoch()
+        self.clear_steps(len(self.cells))
+
+    def _settle(self, cell: Cell | None, published: Published) -> None:
+        place = self._place(len(self.cells))
+        if cell is None:
+            cell = Cell(published, place)
+        else:
+            place.copy_(cell.place)
+            cell.place = place
+        self.cells[published.identity] = cell
+
+    def _place(self, index: int) -> Tensor:
+        self._grow(index + 1)
+        with torch.inference_mode(mode=False):
+            return self.bank[index]
+
+    def _grow(self, count: int) -> None:
+        if count <= len(self.bank):
+            return
+        self.bank = self._new_bank(_power_of_two(count, len(self.bank)))
+        for index, cell in enumerate(self.cells.values()):
+            place = self._place(index)
+            place.copy_(cell.place)
+            cell.place = place
+
+    def _new_bank(self, capacity: int) -> Tensor:
+        # Made as a plain tensor even inside an evaluation step: an inference tensor could not be changed outside of one.
+        with torch.inference_mode(mode=False):
+            return torch.zeros(capacity, dtype=torch.float64, device=self.device)
+
+
+def _power_of_two(count: int, least: int) -> int:
+    """The smallest power of two times ``least`` that holds ``count``."""
+    while least < count:
+        least *= 2
+    return least

@@ -1,0 +1,91 @@
+"""What may be logged, and how much it weighs: checks that stay off the hot path."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import operator
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fabricamp.errors import ConfigError
+
+__all__ = ["as_scalar", "as_weight", "batch_length", "is_metric", "plain_value"]
+
+
+def is_metric(value: object) -> bool:
+    """Whether ``value`` is a torchmetrics object, found out without importing torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def as_scalar(name: str, value: Tensor) -> Tensor:
+    """``value`` without its graph, as a 0-dim tensor."""
+    if value.numel() != 1:
+        raise ConfigError(
+            f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; a logged value has one element: "
+            "log its mean(), or each element under a name of its own"
+        )
+    if value.is_complex():
+        raise ConfigError(f"self.log({name!r}, ...) was given a complex tensor; log its abs(), .real or .imag")
+    return value.detach().reshape(())
+
+
+def plain_value(name: str, value: Any) -> Tensor | float:
+    """``value`` as a 0-dim tensor without graph, or as a Python number; raises where it is neither."""
+    if isinstance(value, Tensor):
+        return as_scalar(name, value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        raise ConfigError(f"self.log({name!r}, ...) was given a {type(value).__name__}; log it with self.log_dict(...)")
+    raise ConfigError(
+        f"self.log({name!r}, ...) was given a {type(value).__name__}; "
+        "allowed are a tensor with one element, a number, or a torchmetrics.Metric"
+    )
+
+
+def as_weight(name: str, batch_size: Any) -> int:
+    """``batch_size`` as a Python int; a tensor is refused because reading it would wait for the device."""
+    if isinstance(batch_size, Tensor):
+        raise ConfigError(
+            f"self.log({name!r}, batch_size=...) was given a tensor, which the host would have to wait for; "
+            "pass an int such as batch.shape[0]"
+        )
+    try:
+        weight = operator.index(batch_size)
+    except TypeError:
+        weight = -1
+    if weight < 0:
+        raise ConfigError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size is an int, 0 or more")
+    return weight
+
+
+def batch_length(name: str, batch: Any) -> int:
+    """The length of the first tensor in ``batch`` (1 for a 0-dim one)."""
+    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    if type(first) is not Tensor:
+        first = next(_tensors(batch), None)
+    if first is None:
+        raise ConfigError(
+            f"self.log({name!r}, on_epoch=True) weighs each value with the batch size, but the batch "
+            f"({type(batch).__name__}) holds no tensor to take it from; pass batch_size="
+        )
+    return first.shape[0] if first.ndim else 1
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _tensors(item)
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from _tensors(getattr(batch, field.name))

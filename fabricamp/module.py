@@ -1,0 +1,328 @@
+"""TrainingModule: what the user subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.hooks import ModuleHooks
+from fabricamp.hyperparameters import HyperparametersMixin
+from fabricamp.optimization import owned_parameters
+from fabricamp.precision.base import Clip, clip_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from fabricamp.loggers.base import Logger
+    from fabricamp.metrics import Metrics
+    from fabricamp.optimization import ManagedOptimizer
+    from fabricamp.trainer import Trainer
+
+__all__ = ["Attachment", "TrainingModule"]
+
+
+class Attachment:
+    """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
+
+    __slots__ = ("manual_backward", "metrics", "optimizers", "schedulers", "trainer")
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.metrics: Metrics | None = None
+        self.optimizers: list[ManagedOptimizer] = []
+        self.schedulers: list[Any] = []
+        self.manual_backward: Callable[..., None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return Attachment()
+
+    def __reduce__(self) -> tuple[type[Attachment], tuple[()]]:
+        return Attachment, ()
+
+
+DETACHED = Attachment()
+
+
+class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
+    """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
+
+    Example:
+        >>> class Line(TrainingModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(1, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         loss = torch.nn.functional.mse_loss(self.layer(x), y)
+        ...         self.log("loss", loss)
+        ...         return loss
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+    """
+
+    automatic_optimization: bool = True
+    """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
+    example_input_array: Any = None
+    _attachment: Attachment = DETACHED
+
+    def attach(self, attachment: Attachment) -> None:
+        """Ties the module to a run; the Trainer calls it."""
+        # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
+        object.__setattr__(self, "_attachment", attachment)
+
+    # -- what the user writes ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the loss of a micro-batch: a scalar tensor, or a dict with ``"loss"``; None skips the batch (one process)."""
+        raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a validation batch; log what you want to know."""
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a test batch; log what you want to know."""
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the predictions for a batch; by default what the module's call returns."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Returns one optimizer, a list, a tuple of two lists, or a dict with ``"optimizer"`` and ``"lr_scheduler"``."""
+        raise ConfigError(
+            f"{type(self).__name__} has no configure_optimizers; return an optimizer from it, or None to train without"
+        )
+
+    def configure_callbacks(self) -> Any:
+        """Returns callbacks of the module's own; they replace the Trainer's of the same class."""
+        return []
+
+    # -- how an update is made ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Runs backward on the loss, which is scaled already where the precision scales."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clears gradients before the first backward of an update window."""
+        optimizer.zero_grad()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Makes the update.  The forward is over: the closure returns the loss that was computed."""
+        optimizer.step(closure=optimizer_closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips the unscaled gradients before the update."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips the ``.grad`` of what ``optimizer`` updates, by norm (default) or value."""
+        if gradient_clip_val is not None:
+            clip_gradients(optimizer, Clip(float(gradient_clip_val), gradient_clip_algorithm or "norm"))  # type: ignore[arg-type]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Steps a learning-rate scheduler; ``metric`` is the monitored value where there is one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips nothing and counts."""
+        managed = self._attachment.optimizers
+        optimizers = [one if use_pl_optimizer else one.optimizer for one in managed]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def lr_schedulers(self) -> Any:
+        """Returns the scheduler, a list of several, or None."""
+        schedulers = self._attachment.schedulers
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else list(schedulers)
+
+    def manual_backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
+        """Runs backward under manual optimization, on the loss scaled by scaler ``loss_id`` where the precision scales."""
+        backward = self._attachment.manual_backward
+        if backward is None:
+            raise ConfigError(
+                "manual_backward works in training_step with automatic_optimization=False; set it in __init__"
+            )
+        backward(loss, *args, loss_id=loss_id, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Freezes every parameter that other optimizers update and this one does not, until :meth:`untoggle_optimizer`."""
+        mine = {id(parameter) for parameter in owned_parameters(optimizer)}
+        for other in self._attachment.optimizers:
+            for parameter in owned_parameters(other):
+                if id(parameter) not in mine and parameter.requires_grad:
+                    self._toggled.append(parameter)
+                    parameter.requires_grad_(requires_grad=False)
+
+    def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer | None = None) -> None:
+        """Gives back what :meth:`toggle_optimizer` froze."""
+        while self._toggled:
+            self._toggled.pop().requires_grad_(requires_grad=True)
+
+    @contextlib.contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+        """A context in which only this optimizer's parameters take gradients."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    @property
+    def _toggled(self) -> list[nn.Parameter]:
+        return self.__dict__.setdefault("_toggled_parameters", [])  # type: ignore[no-any-return]  # always this list
+
+    def freeze(self) -> None:
+        """Freezes every parameter and switches to evaluation."""
+        self.requires_grad_(requires_grad=False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Unfreezes every parameter and switches to training."""
+        self.requires_grad_(requires_grad=True)
+        self.train()
+
+    # -- logging -----------------------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Logs a scalar or a torchmetrics object: at steps, over the epoch, or both; epoch values are always those of all ranks.
+
+        The value stays on the device and is read with all others at the next flush (every ``log_every_n_steps``).
+        """
+        metrics = self._attachment.metrics
+        if metrics is None:
+            raise ConfigError(
+                f"self.log({name!r}, ...) works inside a Trainer's fit, validate and test; there is none running"
+            )
+        metrics.log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Logs every entry of a dict with the same options as :meth:`log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once, not once a process."""
+        self.trainer.print(*args, **kwargs)
+
+    def all_gather(self, data: Tensor) -> Tensor:
+        """Returns ``data`` of every rank, stacked along a new first dimension."""
+        return self.trainer.strategy.all_gather(data)
+
+    # -- where the run stands ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that the module is in; raises ConfigError outside of one."""
+        trainer = self._attachment.trainer
+        if trainer is None:
+            raise ConfigError(
+                f"{type(self).__name__} is not attached to a Trainer; call Trainer(...).fit(module) first"
+            )
+        return trainer
+
+    @property
+    def global_step(self) -> int:
+        """The number of update windows so far; 0 outside a Trainer."""
+        trainer = self._attachment.trainer
+        return 0 if trainer is None else trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0; 0 outside a Trainer."""
+        trainer = self._attachment.trainer
+        return 0 if trainer is None else trainer.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        trainer = self._attachment.trainer
+        return 0 if trainer is None else trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its node."""
+        trainer = self._attachment.trainer
+        return 0 if trainer is None else trainer.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        tensor = next(self.parameters(), next(self.buffers(), None))
+        if tensor is not None:
+            return tensor.device
+        trainer = self._attachment.trainer
+        return torch.device("cpu") if trainer is None else trainer.strategy.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating parameter."""
+        return next(
+            (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point()), torch.float32
+        )
+
+    @property
+    def logger(self) -> Logger | None:
+        """The Trainer's first logger."""
+        trainer = self._attachment.trainer
+        return None if trainer is None else trainer.logger
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The Trainer's loggers."""
+        trainer = self._attachment.trainer
+        return [] if trainer is None else trainer.loggers
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | Path, map_location: Any = "cpu", *, strict: bool = True, **overrides: Any
+    ) -> Self:
+        """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights."""
+        checkpoint = read_checkpoint(checkpoint_path, map_location=map_location)
+        arguments = {**checkpoint.get("hyper_parameters", {}), **overrides}
+        try:
+            module = cls(**arguments)
+        except TypeError as error:
+            raise CheckpointError(
+                f"{cls.__name__} cannot be built from {checkpoint_path}: {error}; pass what is missing as keyword arguments, "
+                "or call self.save_hyperparameters() in __init__ before training"
+            ) from error
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        return module

@@ -1,0 +1,71 @@
+"""Operations on lists of tensors, element by element: the torch references."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["accumulate", "axpby", "copy_cast", "scale"]
+
+
+@torch.no_grad()
+def scale(
+    sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float, limit: float | None = None
+) -> None:
+    """Writes ``sources * multiplier`` into ``destinations``, each value then limited to +-``limit``.
+
+    The arithmetic is fp32 at least, whatever the dtypes; a destination may be its source.
+    """
+    if not sources:
+        return
+    wide = [_wide(source, destination) for source, destination in zip(sources, destinations, strict=True)]
+    if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
+        torch._foreach_mul_(wide, multiplier)
+    if limit is not None:
+        torch._foreach_clamp_max_(wide, limit)
+        torch._foreach_clamp_min_(wide, -limit)
+    narrow = [(to, value) for to, value in zip(destinations, wide, strict=True) if to is not value]
+    if narrow:
+        torch._foreach_copy_([to for to, _ in narrow], [value for _, value in narrow])
+
+
+@torch.no_grad()
+def axpby(
+    alpha: Tensor | float, x: Sequence[Tensor], beta: Tensor | float, y: Sequence[Tensor], out: Sequence[Tensor]
+) -> None:
+    """Writes ``alpha * x + beta * y`` into ``out``; fp32 arithmetic at least; ``out`` may be ``x`` or ``y``."""
+    for left, right, destination in zip(x, y, out, strict=True):
+        dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+        destination.copy_(left.to(dtype) * alpha + right.to(dtype) * beta)
+
+
+@torch.no_grad()
+def copy_cast(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Writes each source into its destination, rounded to the destination's dtype (masters into half weights)."""
+    if sources:
+        torch._foreach_copy_(list(destinations), list(sources))
+
+
+@torch.no_grad()
+def accumulate(
+    sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float | None = None
+) -> None:
+    """Adds ``sources * multiplier`` (half gradients) to ``destinations`` (views of an fp32 buffer), in the destination's dtype."""
+    for source, destination in zip(sources, destinations, strict=True):
+        wide = source.to(destination.dtype)
+        destination.add_(wide if multiplier is None else wide * multiplier)
+
+
+def _wide(source: Tensor, destination: Tensor) -> Tensor:
+    """Where the product of one pair is computed: the destination itself where that is precise enough."""
+    if destination.dtype in (torch.float16, torch.bfloat16):
+        return source.to(torch.promote_types(source.dtype, torch.float32), copy=True)
+    if source is not destination:
+        destination.copy_(source)
+    return destination

@@ -1,0 +1,8 @@
+"""Precisions: what dtype a module runs in, and how a loss becomes an update."""
+
+from __future__ import annotations
+
+from fabricamp.precision.base import PRECISIONS, Clip, Precision, Verdict
+from fabricamp.precision.level import OptLevel, precision_from
+
+__all__ = ["PRECISIONS", "Clip", "OptLevel", "Precision", "Verdict", "precision_from"]

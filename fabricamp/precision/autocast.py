@@ -1,0 +1,140 @@
+"""torch.autocast as a context that is entered every step, and the user's own half, float and promote functions on top of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.precision.casting import cast_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType, TracebackType
+
+__all__ = [
+    "Autocast",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "without_autocast",
+]
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+Rule = Literal["half", "float", "promote"]
+_RULE = "_fabricamp_rule"
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Autocast:
+    """torch.autocast that may be entered again and again, and inside itself; made once, since making one costs more than entering it.
+
+    torch drops its cache of half weights at the outermost exit, so none outlives a step.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, *, enabled: bool = True) -> None:
+        self._options: dict[str, Any] = {"device_type": device_type, "dtype": dtype, "enabled": enabled}
+        self._first = torch.autocast(**self._options)
+        self._entered: list[torch.autocast] = []
+
+    def __enter__(self) -> None:
+        # torch's object remembers one state to go back to, so an inner entry takes another object.
+        context = torch.autocast(**self._options) if self._entered else self._first
+        self._entered.append(context)
+        context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, traceback)
+
+
+def without_autocast(device_type: str) -> Autocast:
+    """Returns a context in which nothing is cast: backward, and updates that the step itself asks for."""
+    return Autocast(device_type, torch.get_autocast_dtype(device_type), enabled=False)
+
+
+def half_function(function: Function) -> Function:
+    """Decorates ``function``: under autocast its floating tensors, nested ones too, come in autocast's dtype.  fp64 stays."""
+    return _with_rule(function, "half")
+
+
+def float_function(function: Function) -> Function:
+    """Decorates ``function``: under autocast its half tensors, nested ones too, come in fp32, and nothing inside is cast again."""
+    return _with_rule(function, "float")
+
+
+def promote_function(function: Function) -> Function:
+    """Decorates ``function``: under autocast its floating tensors, nested ones too, come in the widest dtype among them."""
+    return _with_rule(function, "promote")
+
+
+def register_half_function(module: ModuleType | type, name: str) -> None:
+    """Replaces ``module.name`` by its :func:`half_function`."""
+    _register(module, name, "half")
+
+
+def register_float_function(module: ModuleType | type, name: str) -> None:
+    """Replaces ``module.name`` by its :func:`float_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: ModuleType | type, name: str) -> None:
+    """Replaces ``module.name`` by its :func:`promote_function`."""
+    _register(module, name, "promote")
+
+
+def _register(module: ModuleType | type, name: str, rule: Rule) -> None:
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"No function named {name} in module {module.__name__}{nearest(name, dir(module))}")
+    while getattr(function, _RULE, None) is not None:  # registered before: the last rule holds
+        function = function.__wrapped__
+    setattr(module, name, _with_rule(function, rule))
+
+
+def _with_rule(function: Function, rule: Rule) -> Function:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = _floating_tensors((args, kwargs))
+        device_type = tensors[0].device.type if tensors else "cpu"
+        if not tensors or not torch.is_autocast_enabled(device_type):
+            return function(*args, **kwargs)
+        args, kwargs = _cast_for(rule, tensors, device_type, args, kwargs)
+        if rule != "float":
+            return function(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
+
+    setattr(run, _RULE, rule)
+    return run  # type: ignore[return-value]  # the same signature
+
+
+def _cast_for(rule: Rule, tensors: list[Tensor], device_type: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if rule == "promote":
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    else:
+        dtype = torch.get_autocast_dtype(device_type) if rule == "half" else torch.float32
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
+
+    return cast_tensors(args, cast, dtype), cast_tensors(kwargs, cast, dtype)
+
+
+def _floating_tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    cast_tensors(value, look, None)
+    return found

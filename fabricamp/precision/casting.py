@@ -1,0 +1,142 @@
+"""Casts: of values, whatever they are nested in, and of a module's weights and buffers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
+from torch.nn.parameter import is_lazy
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["cast_floating", "cast_tensors", "modules_to_convert", "own_tensors", "owns_any"]
+
+Value = TypeVar("Value")
+
+CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32)
+"""What a module may be converted from: fp64 weights keep their precision at every level but fp64's own."""
+
+
+def cast_floating(value: Value, dtype: torch.dtype) -> Value:
+    """Returns ``value`` with every floating tensor in it as ``dtype``.
+
+    Looks into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; other objects with a ``to`` method are asked
+    for ``to(dtype)``.  Integers, strings, NumPy arrays, modules and whatever else come back as they are; so does a container in
+    which nothing changed.
+    """
+    return cast_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, dtype)
+
+
+def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
+    """Returns ``value`` with ``cast`` applied to every tensor in it; objects with a ``to`` method get ``dtype``, None leaves them."""
+    if isinstance(value, Tensor):
+        return cast(value)
+    if value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
+        return value
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, cast, dtype)
+    if isinstance(value, (list, tuple)):
+        return _cast_sequence(value, cast, dtype)
+    if dataclasses.is_dataclass(value):
+        return _cast_dataclass(value, cast, dtype)
+    if dtype is not None and callable(getattr(value, "to", None)):
+        try:
+            return value.to(dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{type(value).__name__}.to({dtype}) failed ({error}); let its `to` take a dtype and cast floating tensors with it, "
+                "or pass its tensors in a dict, tuple or dataclass"
+            ) from error
+    return value
+
+
+def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
+    items = {key: cast_tensors(item, cast, dtype) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]  # an immutable mapping is built from one
+    result = copy.copy(value)
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _cast_sequence(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
+    items = [cast_tensors(item, cast, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = items
+        return result
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _cast_dataclass(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
+    result = value
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name, None)
+        new = cast_tensors(old, cast, dtype)
+        if new is not old:
+            result = copy.copy(value) if result is value else result
+            object.__setattr__(result, field.name, new)  # frozen ones too, without running __init__ again
+    return result
+
+
+def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool) -> list[nn.Module]:
+    """Returns the modules whose own tensors are converted; raises :class:`ConfigError` for what cannot be.
+
+    Left out: metrics with all they hold, losses, and modules without parameters that the user's step calls itself (children of a
+    module with a ``training_step``): these see fp32 outputs.  Inside a converted module they are converted, since they see half there.
+    """
+    chosen = list(_walk(root, keep_batchnorm_fp32=keep_batchnorm_fp32))
+    for module in chosen:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{type(module).__name__} is a TorchScript module, which takes no hooks and keeps its dtypes; use precision 'O1' or 'O4'"
+            )
+        if any(is_lazy(tensor) for tensor in own_tensors(module)):
+            raise ConfigError(
+                f"{type(module).__name__} has parameters without a shape, which cannot be converted; run one batch through the module "
+                "in configure_model(), or give the layers their sizes"
+            )
+    return chosen
+
+
+def _walk(module: nn.Module, *, keep_batchnorm_fp32: bool, owned: bool = True) -> Iterator[nn.Module]:
+    if _is_metric(module) or isinstance(module, _Loss) or (keep_batchnorm_fp32 and isinstance(module, _BatchNorm)):
+        return
+    if owned or _has_parameters(module):
+        yield module
+    calls_children_itself = hasattr(module, "training_step")
+    for child in module.children():
+        yield from _walk(child, keep_batchnorm_fp32=keep_batchnorm_fp32, owned=owned and not calls_children_itself)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters and buffers of ``module`` itself, not its children's."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def owns_any(module: nn.Module, converted: set[int]) -> bool:
+    """Returns whether a parameter of ``module`` or below is among the converted ones (given by id)."""
+    return any(id(parameter) in converted for parameter in module.parameters())

@@ -1,0 +1,194 @@
+"""What one optimizer updates: which tensor's gradient goes to which target, and where micro-batches are summed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.precision.master_weights import adopt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from fabricamp.precision.master_weights import MasterWeights
+    from fabricamp.strategies.base import Gradients
+
+__all__ = ["Binding", "Gradient"]
+
+
+class Gradient(NamedTuple):
+    """A gradient on its way from the tensor that backward filled to the one that is updated."""
+
+    holder: Tensor
+    target: Tensor
+    value: Tensor
+
+
+class _Sums:
+    """One fp32 (or fp64) flat buffer per dtype and device: a view a parameter, and behind them one flag a parameter.
+
+    The flags travel with the sums, so that ranks whose backward reached different parameters update the same ones.
+    """
+
+    def __init__(self, holders: Sequence[Tensor]) -> None:
+        self.flat: list[Tensor] = []
+        self.views: list[Tensor] = [torch.empty(0)] * len(holders)
+        self.flags: list[Tensor] = [torch.empty(0)] * len(holders)
+        self.present = [False] * len(holders)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, holder in enumerate(holders):
+            by_kind.setdefault((torch.promote_types(holder.dtype, torch.float32), holder.device), []).append(index)
+        for (dtype, device), indices in by_kind.items():
+            sizes = [holders[index].numel() for index in indices]
+            flat = torch.zeros(sum(sizes) + len(indices), dtype=dtype, device=device)
+            self.flat.append(flat)
+            pieces = flat.split([*sizes, *([1] * len(indices))])
+            for position, index in enumerate(indices):
+                self.views[index] = pieces[position].view(holders[index].shape)
+                self.flags[index] = pieces[len(indices) + position]
+
+    def clear(self) -> None:
+        if any(self.present):
+            for flat in self.flat:
+                flat.zero_()
+            self.present = [False] * len(self.present)
+
+
+class Binding:
+    """The tensors of one optimizer, in the order of its ``param_groups``.
+
+    ``holders`` get gradients from backward, ``targets`` are updated: fp32 masters for half holders, else the same tensor.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None, *, sums: bool, exchanged: bool) -> None:
+        self.optimizer = optimizer
+        self.holders: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self.flat: list[Tensor] = []
+        self.seen: list[Tensor | None] | None = None
+        self.found_inf: Tensor | None = None
+        self._masters = masters
+        self._exchanged = exchanged
+        self._sums = _Sums([]) if sums else None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in parameters that came with ``add_param_group`` since; what is summed so far is kept."""
+        current = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if len(current) == len(self.targets) and all(map(_same, current, self.targets)):
+            return
+        known = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
+        holders = [known.get(id(parameter), parameter) for parameter in current]
+        if self._masters is not None:
+            adopt(self._masters, self.optimizer)
+        self.targets = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if self._sums is not None:
+            self._move_sums(holders)
+        self.holders = holders
+
+    def _move_sums(self, holders: list[Tensor]) -> None:
+        old, new = self._sums, _Sums(holders)
+        assert old is not None
+        positions = {id(holder): index for index, holder in enumerate(self.holders)}
+        for index, holder in enumerate(holders):
+            before = positions.get(id(holder))
+            if before is not None:
+                new.views[index].copy_(old.views[before])
+                new.flags[index].copy_(old.flags[before])
+                new.present[index] = old.present[before]
+        self._sums = new
+        self.flat[:] = new.flat  # the same list: the loop holds it
+
+    def collect_sums(self, multiplier: Tensor | None = None) -> list[Tensor]:
+        """Adds every holder's ``.grad``, times ``multiplier``, to its sum, and clears it; returns the gradients added."""
+        self.refresh()
+        sums = self._sums
+        assert sums is not None
+        filled = [index for index, holder in enumerate(self.holders) if holder.grad is not None]
+        gradients = [_dense(self.holders[index].grad) for index in filled]
+        ops.accumulate(gradients, [sums.views[index] for index in filled], multiplier)
+        for index in filled:
+            self.holders[index].grad = None
+            if not sums.present[index]:
+                sums.present[index] = True
+                sums.flags[index].fill_(1)
+        return gradients
+
+    def gather(self, gradients: Gradients) -> list[Gradient]:
+        """Returns the gradients of a window, from wherever they are."""
+        self.refresh()
+        values = self._summed(gradients) if self._sums is not None else self._given(gradients)
+        return [
+            Gradient(holder, target, value)
+            for holder, target, value in zip(self.holders, self.targets, values, strict=True)
+            if value is not None
+        ]
+
+    def _summed(self, gradients: Gradients) -> list[Tensor | None]:
+        sums = self._sums
+        assert sums is not None
+        self._check_exchanged(gradients)
+        present: Sequence[bool] = sums.present
+        if gradients.tensors is not None and not all(present):
+            # Only a rank whose backward left parameters out has to ask what the others had.
+            present = [bool(flag) for flag in torch.cat([flag.float() for flag in sums.flags]).tolist()]
+        return [view if here else None for view, here in zip(sums.views, present, strict=True)]
+
+    def _check_exchanged(self, gradients: Gradients) -> None:
+        given = gradients.tensors
+        in_place = given is not None and len(given) == len(self.flat) and all(map(_same, given, self.flat))
+        if not in_place and (self._exchanged or given is not None):
+            raise ConfigError(
+                "the fp32 sums of an optimizer's gradients have to be exchanged in place: call "
+                "strategy.reduce_gradients(buffers=precision.accumulation_buffers(optimizer)) before step"
+            )
+
+    def _given(self, gradients: Gradients) -> list[Tensor | None]:
+        if gradients.tensors is None:
+            return [holder.grad for holder in self.holders]
+        if len(gradients.tensors) != len(self.holders):
+            raise ConfigError(
+                f"step got {len(gradients.tensors)} gradient tensors for {len(self.holders)} parameters; give one (or None) for each of "
+                "precision.gradient_holders(optimizer), in that order"
+            )
+        values = list(gradients.tensors)
+        if gradients.present is None:
+            return values
+        return [value if here else None for value, here in zip(values, gradients.present.tolist(), strict=True)]
+
+    def clear(self) -> None:
+        """Forgets the window's gradients, except where the optimizer's own ``.grad`` is what backward fills."""
+        self.seen = None
+        if self._sums is not None:
+            self._sums.clear()
+        for holder, target in zip(self.holders, self.targets, strict=True):
+            if self._sums is not None or target is not holder:
+                target.grad = None
+                holder.grad = None
+
+    def release(self) -> None:
+        """Gives the optimizer back the module's own parameters, with the state of their masters."""
+        self.clear()
+        original = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
+        for group in self.optimizer.param_groups:
+            for index, target in enumerate(group["params"]):
+                holder = original.get(id(target), target)
+                if holder is not target:
+                    group["params"][index] = holder
+                    if target in self.optimizer.state:
+                        self.optimizer.state[holder] = self.optimizer.state.pop(target)
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left is right

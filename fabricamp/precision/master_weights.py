@@ -1,0 +1,177 @@
+"""The fp32 values behind a converted module: masters of what is trained, originals of the rest; nothing of them is lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["MasterWeights"]
+
+
+class _FullValue:
+    """The fp32 value of a converted tensor.
+
+    While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version`` is the
+    tensor's version at which both were last known to agree.
+    """
+
+    __slots__ = ("is_master", "value", "version")
+
+    def __init__(self, value: Tensor, version: int) -> None:
+        self.value = value
+        self.version = version
+        self.is_master = False
+
+
+class MasterWeights:
+    """Full values by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the object it was."""
+
+    def __init__(self) -> None:
+        self._full: dict[Tensor, _FullValue] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+        """Rounds ``tensors`` to ``dtype`` in place and keeps their full values."""
+        for tensor in tensors:
+            full = tensor.detach()
+            if full.dtype in (torch.float16, torch.bfloat16):
+                full = full.float()
+            # A copy only where memory is shared: `.data = ` leaves the old storage to us.
+            full = full.clone() if tensor.dtype == dtype and full.dtype == dtype else full
+            tensor.grad = None
+            tensor.data = tensor.detach().to(dtype)
+            if isinstance(tensor, nn.Parameter):
+                # Half weights may hold the fp32 gradient that hooks look at; backward still fills in half.
+                tensor.grad_dtype = None
+            self._full[tensor] = _FullValue(full.cpu(), tensor._version)
+
+    def watch_loading(self, modules: Iterable[nn.Module]) -> None:
+        """Lets every way of loading a state dict into ``modules`` reach the full values, low bits included."""
+        hook = _RefreshOnLoad(self._full)
+        self._handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._full
+
+    @torch.no_grad()
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Returns the fp32 parameter that is updated instead of ``parameter`` (itself where it was not converted)."""
+        full = self._full.get(parameter)
+        if full is None:
+            return parameter
+        if not full.is_master:
+            value = self._checked(parameter, full).to(parameter.device)
+            # Its memory is its own: an optimizer writes into it.
+            full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
+            full.is_master = True
+        return full.value
+
+    def refresh(self) -> None:
+        """Takes all full values anew from the converted tensors."""
+        with torch.no_grad():
+            for tensor, full in self._full.items():
+                full.value.copy_(tensor)
+                full.version = tensor._version
+
+    def in_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``state`` with full values in place of what they were rounded to."""
+        result = copy.copy(state)
+        for name, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]:
+            full = self._full.get(tensor)
+            if full is not None and name in result:
+                result[name] = (full.value if full.is_master else self._checked(tensor, full)).detach()
+        return result
+
+    def restore(self) -> None:
+        """Puts the full values back into the converted tensors, except where these were changed since; forgets them."""
+        with torch.no_grad():
+            for tensor, full in self._full.items():
+                full.version = -1
+                tensor.grad = None
+                tensor.data = self._checked(tensor, full).detach().to(tensor.device)
+                if isinstance(tensor, nn.Parameter):
+                    tensor.grad_dtype = tensor.dtype
+        self._full.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @staticmethod
+    def _checked(tensor: Tensor, full: _FullValue) -> Tensor:
+        """The full value of ``tensor``, which is its own widened where somebody wrote into it."""
+        if full.version != tensor._version:
+            current = tensor.detach()
+            if not torch.equal(current, full.value.to(current.device, current.dtype)):
+                full.value.copy_(current)
+            full.version = tensor._version
+        return full.value
+
+
+class _RefreshOnLoad:
+    """A hook before loading; a copy or pickle of its module has no masters, so the hook's copy knows none."""
+
+    def __init__(self, full: dict[Tensor, _FullValue]) -> None:
+        self._full = full
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefreshOnLoad:
+        return _RefreshOnLoad({})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RefreshOnLoad, ({},)
+
+    @torch.no_grad()
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            full, incoming = self._full.get(tensor), state.get(prefix + name)
+            if full is None or not isinstance(incoming, Tensor):
+                continue
+            if metadata.get("assign_to_params_buffers", False):
+                raise ConfigError(
+                    f"load_state_dict(assign=True) would replace {prefix}{name}, of which fp32 master weights are kept; "
+                    "load without assign"
+                )
+            if incoming.shape == full.value.shape:
+                full.value.copy_(incoming)
+
+
+def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:
+    """Puts masters into the optimizer's own ``param_groups`` lists and moves the state it has to them, fp32."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        for index, parameter in enumerate(parameters):
+            if parameter in masters:
+                # In place: schedulers hold the dicts, and LBFGS holds the list.
+                master = parameters[index] = masters.master_of(parameter)
+                if parameter in optimizer.state:
+                    optimizer.state[master] = _widened(optimizer.state.pop(parameter), parameter)
+
+
+def _widened(state: Any, parameter: Tensor) -> Any:
+    return {
+        key: value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
+        for key, value in state.items()
+    }
+
+
+def round_to(masters: list[Tensor], parameters: list[Tensor]) -> None:
+    """Makes each half weight the rounded master again."""
+    pairs = [pair for pair in zip(masters, parameters, strict=True) if pair[0] is not pair[1]]
+    ops.copy_cast([master for master, _ in pairs], [parameter for _, parameter in pairs])

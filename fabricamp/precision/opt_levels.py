@@ -1,0 +1,159 @@
+"""The table of opt levels, and the check of what a caller overrides in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from fabricamp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LEVELS", "Level", "resolve"]
+
+DEFAULT_FLOOR: Final = 2.0**-14
+"""Where the dynamic scale stops falling, unless ``min_loss_scale`` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """What an opt level does; a row of the table, or one with overrides."""
+
+    name: str
+    autocast: torch.dtype | None = None
+    cast_model_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    loss_scale: float | Literal["dynamic"] = 1.0
+    min_loss_scale: float = DEFAULT_FLOOR
+    max_loss_scale: float = 2.0**24
+    scale_window: int = 2000
+    cast_model_outputs: torch.dtype | None = None
+    num_losses: int = 1
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.loss_scale == "dynamic"
+
+
+LEVELS: Final[Mapping[str, Level]] = {
+    level.name: level
+    for level in (
+        Level(name="O0"),
+        Level(name="O1", autocast=torch.float16, loss_scale="dynamic"),
+        Level(
+            name="O2",
+            cast_model_type=torch.float16,
+            keep_batchnorm_fp32=True,
+            master_weights=True,
+            loss_scale="dynamic",
+        ),
+        Level(name="O3", cast_model_type=torch.float16),
+        Level(name="O4", autocast=torch.bfloat16),
+        Level(name="O5", cast_model_type=torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True),
+    )
+}
+
+_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+_FLAGS: Final = {"True": True, "False": False}
+
+
+def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
+    """Returns the level called ``name`` with ``overrides`` (None: the level's own); raises :class:`ConfigError` for what cannot be."""
+    level = LEVELS.get(name)
+    if level is None:
+        raise ConfigError(
+            f"OptLevel({name!r}) is not known{nearest(name, LEVELS)} (known: {', '.join(LEVELS)}; the prefix is the letter O, not zero)"
+        )
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if level.autocast is not None:
+        _check_autocast_overrides(name, given)
+    checked = {key: _CHECKS[key](key, value) for key, value in given.items()}
+    if level.autocast is not None:
+        checked.pop("cast_model_type", None)
+    level = replace(level, **checked)
+    if level.min_loss_scale > level.max_loss_scale:
+        raise ConfigError(
+            f"min_loss_scale={level.min_loss_scale:g} is above max_loss_scale={level.max_loss_scale:g}; swap or widen them"
+        )
+    if level.master_weights and level.cast_model_type is None:
+        level = replace(level, master_weights=False)  # weights that stay fp32 are their own masters
+    return level
+
+
+def _check_autocast_overrides(name: str, given: Mapping[str, Any]) -> None:
+    """O1 and O4 leave weights alone: what would change them belongs to another level."""
+    allowed = (False, "False", torch.float32, "float32", "torch.float32")
+    if "cast_model_type" in given and given["cast_model_type"] not in allowed:
+        raise ConfigError(
+            f"cast_model_type={given['cast_model_type']!r} at {name!r}, which keeps fp32 weights and casts operations; "
+            "leave it out, or use 'O2' or 'O3'"
+        )
+    for key in ("keep_batchnorm_fp32", "master_weights"):
+        if key in given:
+            raise ConfigError(
+                f"{key}={given[key]!r} at {name!r}, where all weights (BatchNorm's too) are fp32 and need no masters; "
+                f"leave {key} out, or use 'O2'"
+            )
+
+
+def _dtype(key: str, value: Any) -> torch.dtype | None:
+    if value is False or value == "False":
+        return None
+    known = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if known not in _DTYPES.values():
+        hint = nearest(value, _DTYPES) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{key}={value!r} is not a floating dtype{hint} (known: {', '.join(_DTYPES)}; False or None for none)"
+        )
+    return known
+
+
+def _flag(key: str, value: Any) -> bool:
+    value = _FLAGS.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"{key}={value!r} is not allowed; give True, False, 'True', 'False' or None for the level's own"
+        )
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not (math.isfinite(number) and number > 0):
+        also = " or 'dynamic'" if key == "loss_scale" else ""
+        raise ConfigError(f"{key}={value!r} is not allowed; give a positive finite number{also}")
+    return number
+
+
+def _scale(key: str, value: Any) -> float | str:
+    return "dynamic" if value == "dynamic" else _number(key, value)
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value!r} is not allowed; give a whole number from 1")
+    return value
+
+
+_CHECKS: Final = {
+    "cast_model_type": _dtype,
+    "keep_batchnorm_fp32": _flag,
+    "master_weights": _flag,
+    "loss_scale": _scale,
+    "min_loss_scale": _number,
+    "max_loss_scale": _number,
+    "scale_window": _count,
+    "cast_model_outputs": _dtype,
+    "num_losses": _count,
+}

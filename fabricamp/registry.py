@@ -1,0 +1,60 @@
+"""Names of plug-ins: looked up once, by one mechanism, with errors that list the choices."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from fabricamp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Registry"]
+
+Part = TypeVar("Part")
+
+
+class Registry(Generic[Part]):
+    """Maps a name such as ``"ddp"`` to the function that builds the part with its default options.
+
+    Third parties add theirs through the entry-point group ``fabricamp.<kind>`` (``strategies``, ``precision``, ``callbacks``).
+    """
+
+    def __init__(self, kind: str, argument: str) -> None:
+        self._kind = kind
+        self._argument = argument
+        self._builders: dict[str, Callable[[], Part]] = {}
+        self._third_parties_loaded = False
+
+    def add(self, name: str, builder: Callable[[], Part]) -> None:
+        """Registers ``builder`` under ``name``; raises :class:`ConfigError` where the name is taken."""
+        if name in self._builders:
+            raise ConfigError(f"{self._argument}={name!r} is already registered; choose another name")
+        self._builders[name] = builder
+
+    def build(self, name: str) -> Part:
+        """Builds the part called ``name``; raises :class:`ConfigError` with the known names and the nearest one."""
+        builder = self._builders.get(name)
+        if builder is None:
+            self._load_third_parties()
+            builder = self._builders.get(name)
+        if builder is None:
+            known = ", ".join(repr(other) for other in self.names())
+            raise ConfigError(
+                f"{self._argument}={name!r} is not known{nearest(name, self._builders)} "
+                f"(known: {known}; or pass an object with options)"
+            )
+        return builder()
+
+    def names(self) -> list[str]:
+        """The registered names, third parties' included."""
+        self._load_third_parties()
+        return list(self._builders)
+
+    def _load_third_parties(self) -> None:
+        if self._third_parties_loaded:
+            return
+        self._third_parties_loaded = True
+        for point in entry_points(group=f"fabricamp.{self._kind}"):
+            self.add(point.name, point.load())

@@ -1,0 +1,156 @@
+"""Random numbers: seeded once, captured and given back bit for bit, and determinism switched on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "capture_rng",
+    "deterministic_mode",
+    "global_seed",
+    "isolate_rng",
+    "restore_rng",
+    "seed_everything",
+    "seed_worker",
+    "seeds_workers",
+]
+
+_LOG = logging.getLogger(__name__)
+_SEED = "FABRICAMP_GLOBAL_SEED"
+_WORKERS = "FABRICAMP_SEED_WORKERS"
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_LARGEST_SEED = 2**32 - 1
+"""NumPy's limit."""
+
+
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
+    """Seeds Python, NumPy and torch (every device) and returns the seed; processes started from here on share it.
+
+    Without ``seed``: the one shared before, else 0.  With ``workers`` the loaders' workers draw other numbers on each rank.
+    """
+    seed = global_seed() if seed is None else _checked(seed, "seed_everything(seed)")
+    os.environ[_SEED] = str(seed)
+    os.environ[_WORKERS] = str(int(workers))
+    _seed_all(seed)
+    if verbose:
+        _LOG.info("seed set to %d", seed)
+    return seed
+
+
+def global_seed() -> int:
+    """Returns the seed that :func:`seed_everything` set, here or in the process that started this one; else 0."""
+    return _checked(os.environ.get(_SEED, "0"), f"the environment variable {_SEED}")
+
+
+def seeds_workers() -> bool:
+    """Returns whether loaders' workers are to be seeded by rank."""
+    return os.environ.get(_WORKERS, "1") != "0"
+
+
+def seed_worker(worker_id: int, rank: int) -> None:  # noqa: ARG001 - torch passes it
+    """Gives a loader's worker (as its ``worker_init_fn``) random numbers that no worker of another rank has."""
+    # torch.initial_seed() is already different for each worker and each pass, but the same on every rank.
+    given = f"{torch.initial_seed()} {rank}".encode()
+    _seed_all(int.from_bytes(hashlib.sha256(given).digest()[:4], "little"))
+
+
+def capture_rng() -> dict[str, Any]:
+    """Returns the state of Python's, NumPy's, torch's and every CUDA device's generator: tensors, numbers, lists."""
+    import numpy as np
+
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state = {
+        "name": str(name),
+        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "position": int(position),
+    }
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {**numpy_state, "has_gauss": int(has_gauss), "gauss": float(cached)},
+        "torch": torch.get_rng_state(),
+        # An uninitialised CUDA has drawn nothing; asking would initialise it, and forking would be over.
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Takes back what :func:`capture_rng` gave; states of devices that are not here are left out."""
+    import numpy as np
+
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available():
+        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state.cpu(), index)
+
+
+@contextlib.contextmanager
+def isolate_rng() -> Iterator[None]:
+    """A context that leaves every generator as it found it."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+
+
+@contextlib.contextmanager
+def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Iterator[None]:
+    """A context with torch's deterministic algorithms and cuDNN's ``benchmark``; what was set before comes back after it.
+
+    ``mode`` ``"warn"`` only warns of operations that have none; False leaves the process as it is.  ``benchmark`` None:
+    off with a deterministic mode, else as it is.
+    """
+    if not isinstance(mode, bool) and mode != "warn":
+        raise ConfigError(f"deterministic={mode!r} is not known (known: True, False, 'warn')")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_CUBLAS)
+    if mode:
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+        benchmark = bool(benchmark)
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = cudnn_benchmark
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+def _seed_all(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _checked(seed: Any, name: str) -> int:
+    try:
+        number = int(seed)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number <= _LARGEST_SEED:
+        raise ConfigError(f"{name}={seed!r} is no seed; it has to be an integer from 0 to {_LARGEST_SEED}")
+    return number

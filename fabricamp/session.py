@@ -1,0 +1,314 @@
+"""One fit, validate, test or predict of one module: opens the parts in Lightning's order, and gives them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint import plain, read_checkpoint
+from fabricamp.errors import ConfigError
+from fabricamp.evaluation import EvaluationLoop
+from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.loop import FitLoop, FitParts, Limits
+from fabricamp.metrics import Metrics
+from fabricamp.module import Attachment, TrainingModule
+from fabricamp.optimization import (
+    ManagedOptimizer,
+    SchedulerConfig,
+    check_optimizers,
+    demands_closure,
+    parse_optimizers,
+)
+from fabricamp.precision.base import Precision
+from fabricamp.rng import isolate_rng
+from fabricamp.snapshot import restore_callbacks, restore_counters, restore_training, restore_weights
+from fabricamp.source import DataSource, Source
+from fabricamp.state import Stage
+from fabricamp.watchdog import StopAgreement
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fabricamp.data import Feed
+    from fabricamp.trainer import Trainer
+
+__all__ = ["KINDS", "LOADERS", "Session"]
+
+KINDS = {Stage.VALIDATE: "validation", Stage.TEST: "test", Stage.PREDICT: "predict"}
+LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
+
+
+class Session:
+    """The parts of one entry point's run on this process."""
+
+    def __init__(self, trainer: Trainer, stage: Stage, module: TrainingModule, source: Source) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.module = module
+        self.source = source
+        self.settings = trainer.settings
+        self.strategy = trainer.strategy
+        self.precision = trainer.precision
+        self.metrics = Metrics(trainer.state, trainer.strategy)
+        self.agreement = StopAgreement(trainer.state, trainer.strategy)
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.hooks = Hooks(trainer, module, trainer.callbacks)
+        self.checkpoint: dict[str, Any] | None = None
+        self.data = DataSource(source, module, trainer.strategy, trainer.precision, trainer.settings)
+
+    # -- opening, in order -------------------------------------------------------------------------------------------------------
+
+    def open(self, ckpt_path: str | None) -> None:
+        """Brings everything up to, not including, ``on_fit_start``."""
+        self._attach()
+        self._prepare_data()
+        self._call_setup("setup")
+        self.module.configure_model()
+        if ckpt_path is not None:
+            self._load(ckpt_path)
+        self.module.to(self.strategy.device)
+        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
+            self._synchronise_batchnorm()
+        self.precision.accumulating = self.settings.accumulate_grad_batches > 1 and self.module.automatic_optimization
+        self.precision.convert_module(self.module)
+        if self.stage is Stage.FIT:
+            self._open_optimizers()
+            self._restore(ckpt_path)
+        self._log_hyperparams()
+
+    def _attach(self) -> None:
+        attachment = Attachment()
+        attachment.trainer = self.trainer
+        attachment.metrics = self.metrics
+        self.attachment = attachment
+        self.module.attach(attachment)
+        if self.source.datamodule is not None:
+            self.source.datamodule.trainer = self.trainer
+        if self.trainer.is_global_zero:
+            self.metrics.sinks.extend(one.log_metrics for one in self.trainer.loggers)
+
+    def _prepare_data(self) -> None:
+        if self.trainer.local_rank == 0:
+            if self.source.datamodule is not None:
+                self.source.datamodule.prepare_data()
+            self.module.prepare_data()
+        self.strategy.barrier("prepare_data")
+
+    def _call_setup(self, name: str) -> None:
+        """Callbacks, then the DataModule, then the module, for ``setup`` and ``teardown``."""
+        stage = self.stage.value
+        for call in self.hooks.callbacks(name):
+            call(stage)
+        if self.source.datamodule is not None:
+            getattr(self.source.datamodule, name)(stage)
+        getattr(self.module, name)(stage)
+
+    def _load(self, path: str) -> None:
+        """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
+        self.checkpoint = read_checkpoint(path)
+        call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
+        self.module.on_load_checkpoint(self.checkpoint)
+        restore_weights(self.module, self.checkpoint, path)
+
+    def _synchronise_batchnorm(self) -> None:
+        if self.strategy.device.type != "cuda":
+            raise ConfigError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm refuses CPU tensors; train on GPUs, or leave it out"
+            )
+        for name, child in list(self.module.named_children()):
+            setattr(self.module, name, torch.nn.SyncBatchNorm.convert_sync_batchnorm(child))
+
+    def _open_optimizers(self) -> None:
+        module = self.module
+        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        check_optimizers(self.optimizers, module)
+        self._check_optimization()
+        self.optimizers = self.strategy.setup_optimizers(self.optimizers)
+        self.precision.setup_optimizers(module, self.optimizers, self.strategy)
+        self.attachment.schedulers = [config.scheduler for config in self.schedulers]
+        # The step is looked up through the module at the moment of the call, so that it can be wrapped before.
+        self.step = self.strategy.wrap_module(module, module.training_step, automatic=module.automatic_optimization)
+
+    def _check_optimization(self) -> None:
+        module, settings = self.module, self.settings
+        if module.automatic_optimization and len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, but automatic optimization takes one; set "
+                "self.automatic_optimization = False in __init__ and step each one in training_step"
+            )
+        if not module.automatic_optimization and settings.accumulate_grad_batches > 1:
+            raise ConfigError(
+                "accumulate_grad_batches works with automatic optimization only; accumulate in training_step, or leave it out"
+            )
+        if not module.automatic_optimization and settings.clip is not None:
+            raise ConfigError(
+                "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
+            )
+        for optimizer in self.optimizers:
+            if not demands_closure(optimizer):
+                continue
+            name = type(optimizer).__name__
+            if settings.accumulate_grad_batches > 1:
+                raise ConfigError(
+                    f"{name} calls the forward itself, so accumulate_grad_batches={settings.accumulate_grad_batches} cannot work with it"
+                )
+            if type(self.precision) is not Precision and (
+                self.precision.lag or self.precision.gradient_holders(optimizer) != list(_parameters(optimizer))
+            ):
+                raise ConfigError(
+                    f"{name} calls the forward itself, which cannot work with dynamic loss scaling or fp32 masters "
+                    f"(precision={self.precision.name!r}); use precision='O0' or 'O4'"
+                )
+
+    def _restore(self, path: str | None) -> None:
+        if self.checkpoint is None:
+            return
+        restore_callbacks(self.checkpoint, self.trainer.callbacks)
+        restore_training(
+            self.checkpoint, self.optimizers, self.schedulers, self.precision, self.source.datamodule, str(path)
+        )
+        restore_counters(self.checkpoint, self.trainer.state)
+
+    def _log_hyperparams(self) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        parameters = dict(self.source.datamodule.hparams) if self.source.datamodule is not None else {}
+        parameters.update(self.module.hparams)
+        for one in self.trainer.loggers:
+            if parameters:
+                one.log_hyperparams(plain(parameters))
+
+    # -- loops -------------------------------------------------------------------------------------------------------------------
+
+    def fit_loop(self) -> FitLoop:
+        """Runs what comes before the first batch, and returns the loop."""
+        call_all(self.hooks("on_fit_start"))
+        if self.settings.num_sanity_val_steps and self.trainer.state.global_step == 0:
+            self._sanity_check()
+        length = self.data.num_training_batches
+        evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
+            self.module, "validation_step", TrainingModule
+        )
+        loop = FitLoop(
+            FitParts(
+                module=self.module,
+                state=self.trainer.state,
+                strategy=self.strategy,
+                precision=self.precision,
+                metrics=self.metrics,
+                hooks=self.hooks,
+                agreement=self.agreement,
+                feed=self.data.feed(self.data.train_loader, length),
+                loader=self.data.train_loader,
+                step=self.step,
+                optimizers=self.optimizers,
+                schedulers=self.schedulers,
+                clip=self.settings.clip,
+                limits=self._limits(length),
+                validate=self._validate if evaluate else None,
+            )
+        )
+        self.attachment.manual_backward = None if self.module.automatic_optimization else loop.manual_backward
+        self.attachment.optimizers = [ManagedOptimizer(one, loop.manual_step) for one in self.optimizers]
+        return loop
+
+    def _limits(self, length: float) -> Limits:
+        settings, state = self.settings, self.trainer.state
+        return Limits(
+            max_epochs=settings.max_epochs,
+            max_steps=settings.max_steps,
+            min_epochs=settings.min_epochs,
+            min_steps=settings.min_steps,
+            deadline=None if settings.max_time is None else state.started + settings.max_time,
+            accumulate=settings.accumulate_grad_batches,
+            log_every=settings.log_every_n_steps,
+            validate_every=self._validation_interval(length),
+            validate_every_epochs=settings.check_val_every_n_epoch,
+        )
+
+    def _validation_interval(self, length: float) -> float:
+        interval = self.settings.val_check_interval
+        if isinstance(interval, int):
+            if (
+                interval > length
+                and self.settings.check_val_every_n_epoch is not None
+                and not self.settings.fast_dev_run
+            ):
+                raise ConfigError(
+                    f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
+                    "give less, or check_val_every_n_epoch=None to count across epochs"
+                )
+            return min(interval, length) if self.settings.fast_dev_run else interval
+        if length == float("inf"):
+            if interval != 1.0:
+                raise ConfigError(
+                    f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
+                )
+            return length
+        return max(1, int(length * interval))
+
+    def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
+        """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
+        name = LOADERS[kind]
+        loaders, lengths = self.data.evaluation(name)
+        loop = EvaluationLoop(
+            kind,
+            module=self.module,
+            precision=self.precision,
+            state=self.trainer.state,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            agreement=self.agreement,
+            inference_mode=self.settings.inference_mode,
+        )
+        return loop, [
+            self.data.feed(loader, length, index)
+            for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
+        ]
+
+    def _sanity_check(self) -> None:
+        state = self.trainer.state
+        if not overrides(self.module, "validation_step", TrainingModule):
+            return
+        state.stage = Stage.SANITY
+        with isolate_rng():
+            call_all(self.hooks("on_sanity_check_start"))
+            loop, feeds = self.evaluation_loop("validation")
+            for feed in feeds:
+                feed.limit = min(feed.limit, self.settings.num_sanity_val_steps)
+            if feeds:
+                self.metrics.clear_evaluation()
+                loop.run(feeds)
+            call_all(self.hooks("on_sanity_check_end"))
+        state.stage = Stage.FIT
+
+    def _validate(self) -> None:
+        if not hasattr(self, "_validation"):
+            self._validation = self.evaluation_loop("validation")
+        loop, feeds = self._validation
+        self.metrics.clear_evaluation()
+        self.trainer.state.validating_in_fit = True
+        try:
+            loop.run(feeds)
+        finally:
+            self.trainer.state.validating_in_fit = False
+
+    # -- closing -----------------------------------------------------------------------------------------------------------------
+
+    def close(self, *, failed: bool) -> None:
+        """Gives the parts back; after a failure only what cannot fail on its own."""
+        self.agreement.close()
+        if not failed:
+            self._call_setup("teardown")
+        self.attachment.manual_backward = None
+        self.precision.restore_module(self.module)
+        for one in self.trainer.loggers:
+            if self.trainer.is_global_zero:
+                one.save()
+                one.close()
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,86 @@
+"""What a run knows of itself: plain counters and flags on the host, nothing stored on the user's module."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import time
+from typing import Any
+
+__all__ = ["RunState", "Scope", "Stage"]
+
+
+class Stage(enum.Enum):
+    """Which of the four entry points is running, or the sanity check inside ``fit``."""
+
+    IDLE = "idle"
+    FIT = "fit"
+    SANITY = "sanity_check"
+    VALIDATE = "validate"
+    TEST = "test"
+    PREDICT = "predict"
+
+
+class Scope(enum.Enum):
+    """Where user code is being called from: decides the defaults of ``self.log`` and what it refuses.
+
+    The loop changes it only where it changes (a few times an epoch), so a step pays nothing for it.
+    """
+
+    NOWHERE = "outside fit, validate and test"
+    TRAIN_STEP = "training_step or a hook around it"
+    TRAIN_EPOCH = "a train epoch hook"
+    EVAL_STEP = "validation_step, test_step or a hook around them"
+    EVAL_EPOCH = "an evaluation epoch hook"
+    PREDICT = "predict_step"
+
+
+class RunState:
+    """Counters and the stop flag of one Trainer; known to the host without asking the GPU.
+
+    ``global_step`` grows by one per attempted update window, ``batch_idx`` per micro-batch within the epoch, ``batches_done``
+    per micro-batch of the whole run.  ``epoch_ended`` is True while the callbacks that close an epoch run.  ``batch`` is the
+    micro-batch being worked on (for the batch size that ``self.log`` weighs with).
+    """
+
+    __slots__ = (
+        "batch",
+        "batch_idx",
+        "batches_done",
+        "dataloader_idx",
+        "epoch",
+        "epoch_ended",
+        "global_step",
+        "hold_at",
+        "num_dataloaders",
+        "scope",
+        "should_stop",
+        "stage",
+        "started",
+        "stop_reason",
+        "validating_in_fit",
+    )
+
+    def __init__(self) -> None:
+        self.stage = Stage.IDLE
+        self.scope = Scope.NOWHERE
+        self.epoch = 0
+        self.epoch_ended = False
+        self.global_step = 0
+        self.batch_idx = 0
+        self.batches_done = 0
+        self.batch: Any = None
+        self.dataloader_idx = 0
+        self.num_dataloaders = 1
+        self.should_stop = False
+        self.stop_reason = ""
+        self.validating_in_fit = False
+        # The main thread may not pass this many micro-batches before the ranks agreed where to stop (watchdog.py).
+        self.hold_at = sys.maxsize
+        self.started = time.monotonic()
+
+    def stop(self, reason: str) -> None:
+        """Ends training at the next step boundary; every rank has to call it at the same place."""
+        if not self.should_stop:
+            self.should_stop = True
+            self.stop_reason = reason

@@ -1,0 +1,282 @@
+"""torch's DistributedDataParallel as a strategy: its numbers, its overlap, its options."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.strategies.base import IN_PLACE, Gradients
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.process_group import ProcessGroupStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+
+    from torch import Tensor
+
+__all__ = ["DDP"]
+
+_NAMED_AT_MOST = 8
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+class DDP(ProcessGroupStrategy):
+    """Every process holds the whole module; torch's DistributedDataParallel averages gradients while backward runs.
+
+    The options are torch's.  ``bucket_cap_mb`` None is torch's own layout (25 MB after a first bucket of 1 MB), so that
+    a hand-written ``DistributedDataParallel(model)`` has equal bits.  ``comm_hook`` is a function of
+    ``(state, bucket)``, or a pair ``(state, function)``.
+
+    >>> DDP(find_unused_parameters=True, timeout=600).name
+    'ddp'
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float | None = None,
+        comm_hook: Callable[..., Any] | tuple[object, Callable[..., Any]] | None = None,
+        broadcast_buffers: bool = True,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout)
+        self.find_unused_parameters = _checked_switch("find_unused_parameters", find_unused_parameters)
+        self.static_graph = _checked_switch("static_graph", static_graph)
+        self.gradient_as_bucket_view = _checked_switch("gradient_as_bucket_view", gradient_as_bucket_view)
+        self.broadcast_buffers = _checked_switch("broadcast_buffers", broadcast_buffers)
+        self.bucket_cap_mb = _checked_capacity(bucket_cap_mb)
+        self.comm_hook = None if comm_hook is None else _checked_hook(comm_hook)
+        self._forward: _Forward | None = None
+        self._wrapper: DistributedDataParallel | None = None
+        self._trainable: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._exchange: Exchange | None = None
+
+    def wrap_module(
+        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
+    ) -> Callable[..., Any]:
+        """Returns what the loop calls in training: torch's wrapper, or in manual optimization the step itself."""
+        self._check_mode(automatic=automatic, accumulates=accumulates)
+        if automatic:
+            _check_trainable(module)
+        # Once more: optimizers and hooks may have changed weights since, each rank its own.
+        self.share_module(module)
+        self._release()
+        self._exchange = Exchange(self.world_size, self.bucket_cap_mb or DEFAULT_BUCKET_MB)
+        if automatic:
+            return self._wrapped(_Forward(module, step))
+        has_buffers = next(module.buffers(), None) is not None
+        return _AfterBroadcast(step, module, self._exchange) if has_buffers and self.broadcast_buffers else step
+
+    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what the loop calls from now on: a new wrapper where some were frozen or unfrozen, else ``step``."""
+        if self._forward is None:
+            return step
+        changed = any(not parameter.requires_grad for parameter in self._trainable.values()) or self._unfrozen()
+        if not self.reduce(torch.tensor(bool(changed)), "max").item():
+            return step
+        forward = self._forward
+        _check_trainable(forward.module)
+        self.check_same_module(forward.module)
+        self._release()
+        return self._wrapped(forward)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
+        if self._wrapper is None:
+            return contextlib.nullcontext()
+        if self.static_graph:
+            self._check_mode(automatic=True, accumulates=True)
+        return self._wrapper.no_sync()
+
+    def reduce_gradients(
+        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
+    ) -> Gradients:
+        """Ends the exchange of a window's gradients and says where the update finds them.
+
+        Raises :class:`DistributedError` before an update with gradients that were not exchanged: backward left
+        parameters out, or frozen ones were unfrozen in the middle of an epoch.
+        """
+        if buffers is not None:
+            return self._average_buffers(buffers)
+        if parameters is not None:
+            if self.world_size > 1:
+                self._exchanged().average_gradients(parameters)
+        elif self._wrapper is not None:
+            self._check_exchanged(self._wrapper)
+        return IN_PLACE
+
+    def teardown(self) -> None:
+        """Takes torch's hooks off the module, and leaves the process group if :meth:`setup_environment` made it."""
+        self._release()
+        self._exchange = None
+        super().teardown()
+
+    def _wrapped(self, forward: _Forward) -> DistributedDataParallel:
+        named = list(forward.module.named_parameters())
+        # In this order torch's reducer numbers the parameters.
+        self._trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        self._forward = forward
+        options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        if not self.broadcast_buffers:
+            options[_buffer_option()] = False
+        self._wrapper = DistributedDataParallel(
+            forward,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            **options,
+        )
+        if self.comm_hook is not None:
+            self._wrapper.register_comm_hook(*self.comm_hook)
+        return self._wrapper
+
+    def _release(self) -> None:
+        """Takes the wrapper off: a second one on the same parameters must not find the first one's hooks."""
+        if self._wrapper is not None:
+            self._wrapper.reducer._remove_autograd_hooks()
+        self._forward = None
+        self._wrapper = None
+        self._trainable = {}
+        self._frozen = {}
+
+    def _average_buffers(self, buffers: Sequence[Tensor]) -> Gradients:
+        if self.world_size > 1:
+            self._exchanged().average(buffers)
+        if self._wrapper is not None:
+            # All forwards of the window ran under no_sync; torch would never broadcast the module's buffers again.
+            self._wrapper.require_forward_param_sync = True
+        return Gradients(tensors=buffers)
+
+    def _exchanged(self) -> Exchange:
+        assert self._exchange is not None, "wrap_module comes first"
+        return self._exchange
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+
+    def _check_exchanged(self, wrapper: DistributedDataParallel) -> None:
+        try:
+            # Here, and not only in the next forward, where torch looks: by then the wrong update has been made.
+            wrapper.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _UNUSED.search(str(error))
+            if found is None:
+                raise
+            names = list(self._trainable)
+            raise self._unused([names[int(index)] for index in found[1].split()]) from error
+        if self._frozen and (unfrozen := self._unfrozen()):
+            raise DistributedError(
+                f"{_listed(unfrozen)} got requires_grad=True in the middle of an epoch, and ddp does not exchange "
+                "their gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
+            )
+
+    def _unused(self, names: list[str]) -> DistributedError:
+        frozen = [name for name in names if not self._trainable[name].requires_grad]
+        if frozen:
+            return DistributedError(
+                f"rank {self.rank}: {_listed(frozen)} got requires_grad=False in the middle of an epoch, and ddp "
+                "waits for their gradients; freeze at the start of an epoch (on_train_epoch_start)"
+            )
+        return DistributedError(
+            f"rank {self.rank}: backward gave no gradient to {len(names)} of {len(self._trainable)} parameters: "
+            f"{_listed(names)}; let the loss depend on them, freeze them before fit (requires_grad=False), or use "
+            "strategy=DDP(find_unused_parameters=True)"
+        )
+
+    def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
+        if not automatic:
+            given = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "comm_hook")
+            refused = [name for name in given if getattr(self, name)]
+            if refused:
+                raise ConfigError(
+                    f"strategy=DDP({', '.join(refused)}) with automatic_optimization=False: that belongs to torch's "
+                    "wrapper, which manual optimization does without (missing gradients are fine there); leave it out"
+                )
+        elif self.static_graph and accumulates:
+            raise ConfigError(
+                "strategy=DDP(static_graph=True) cannot leave gradients local for a micro-batch, which "
+                "accumulate_grad_batches > 1 and fp32 sums of half gradients need; leave static_graph out, or use "
+                "find_unused_parameters=True"
+            )
+
+
+class _Forward(nn.Module):
+    """What torch's wrapper wraps: a module whose forward is the step, so that the user's own forward stays as it is."""
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        # Past nn.Module's __setattr__, which would register a step that is a module (a compiled one) a second time.
+        object.__setattr__(self, "forward", step)
+
+
+class _AfterBroadcast:
+    """A step that starts from rank 0's buffers, as torch's wrapper does it; for manual optimization."""
+
+    def __init__(self, step: Callable[..., Any], module: nn.Module, exchange: Exchange) -> None:
+        self._step = step
+        self._module = module
+        self._exchange = exchange
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._exchange.broadcast(list(self._module.buffers()))
+        return self._step(*args, **kwargs)
+
+
+def _check_trainable(module: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(
+            f"strategy='ddp' exchanges gradients, but {type(module).__name__} has no parameter with "
+            "requires_grad=True; unfreeze some, or use strategy='single' with devices=1"
+        )
+
+
+def _buffer_option() -> str:
+    """What this torch calls the option: newer ones warn of the old name."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _checked_switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"DDP({name}={value!r}) has to be True or False")
+    return value
+
+
+def _checked_capacity(value: object) -> float | None:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
+        return value
+    raise ConfigError(f"DDP(bucket_cap_mb={value!r}) has to be a number of megabytes above 0, or None for torch's own")
+
+
+def _checked_hook(comm_hook: object) -> tuple[object, Callable[..., Any]]:
+    state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
+    # torch itself asks a hook for its name and for an argument called bucket, and fails strangely without.
+    if not (callable(hook) and hasattr(hook, "__name__") and "bucket" in inspect.signature(hook).parameters):
+        raise ConfigError(
+            f"DDP(comm_hook={comm_hook!r}) has to be a function of (state, bucket) such as those of "
+            "torch.distributed.algorithms.ddp_comm_hooks, or a pair (state, function)"
+        )
+    return state, hook

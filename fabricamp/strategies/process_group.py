@@ -1,0 +1,238 @@
+"""Several processes over torch.distributed: how they meet, exchange values and part; the base of ddp and its kin."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parameter import is_lazy
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.strategies.base import Environment, Strategy, check_reduction
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ProcessGroupStrategy"]
+
+Value = TypeVar("Value")
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+# What travels in place of dtypes that Gloo or NCCL cannot reduce, or whose sum would lose bits.
+_TRANSPORT = {
+    torch.bool: torch.int64,
+    torch.uint8: torch.int64,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.int8: torch.int64,
+    torch.int16: torch.int64,
+    torch.int32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+
+# A second run in the same processes must not read what the first one left in the store.
+_MEETINGS = itertools.count()
+
+
+class ProcessGroupStrategy(Strategy):
+    """One process per device, joined by torch.distributed: NCCL between GPUs, Gloo between CPUs.
+
+    ``timeout`` (seconds or a timedelta; None: torch's own) is how long a collective waits for the slowest rank.
+    """
+
+    distributed: ClassVar[bool] = True
+
+    def __init__(self, *, timeout: float | timedelta | None = None) -> None:
+        super().__init__()
+        self.timeout = _checked_timeout(timeout)
+        self._store: Store | None = None
+        self._owns_group = False
+
+    @property
+    def store(self) -> Store | None:
+        """The key-value store that the processes met through; one ``clone()`` per thread."""
+        return self._store
+
+    def setup_environment(self, environment: Environment, device: torch.device) -> None:
+        """Joins the other processes through ``MASTER_ADDR`` and ``MASTER_PORT``, or takes the group that exists."""
+        super().setup_environment(environment, device)
+        if dist.is_initialized():
+            self._take_group(environment)
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._store = self._meet(environment)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("process_group", self._store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=self.timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._owns_group = True
+
+    def teardown(self) -> None:
+        """Leaves the process group if :meth:`setup_environment` made it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+        self._store = None
+
+    def reduce(self, value: Tensor, op: str = "mean") -> Tensor:
+        """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
+
+        Integers stay exact: their sum is int64, their mean float64.
+        """
+        check_reduction(op, value)
+        value = value.detach()
+        integral = not (value.is_floating_point() or value.is_complex())
+        travelling = value.to(
+            self._transport_device(value), _TRANSPORT.get(value.dtype, value.dtype), copy=True
+        ).contiguous()
+        dist.all_reduce(travelling, _OPERATIONS[op])
+        if op == "mean":
+            travelling = (travelling.double() if integral else travelling) / self.world_size
+        keeps_transport = integral and op in ("mean", "sum")
+        return travelling.to(value.device, travelling.dtype if keeps_transport else value.dtype)
+
+    def broadcast(self, value: Value, source: int = 0) -> Value:
+        """Returns rank ``source``'s ``value`` (anything that pickles) on every rank."""
+        box: list[Any] = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, device=self.device if self.device.type == "cuda" else None)
+        return cast("Value", box[0])
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Returns every rank's ``value`` (of one shape and dtype), stacked along a new first dimension, detached."""
+        shape = (self.world_size, *value.shape)
+        if value.numel() == 0:
+            return value.detach().new_empty(shape)
+        # As bytes: any dtype.
+        own = value.detach().to(self._transport_device(value)).contiguous().reshape(-1).view(torch.uint8)
+        everyone = own.new_empty(self.world_size * own.numel())
+        dist.all_gather_into_tensor(everyone, own)
+        return everyone.view(value.dtype).view(shape).to(value.device)
+
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """Returns ``value`` (anything that pickles) of every rank, in rank order."""
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def barrier(self, name: str = "") -> None:
+        """Waits for every rank; an error says at which ``name`` it happened."""
+        try:
+            dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"rank {self.rank} waited in vain for the others at {name or 'a barrier'}: {error}"
+            ) from error
+
+    def share_module(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module."""
+        self.check_same_module(module)
+        if self.world_size > 1:
+            Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast([*module.parameters(), *module.buffers()])
+
+    def check_same_module(self, module: nn.Module) -> None:
+        """Raises the same :class:`DistributedError` on every rank where the ranks built different modules."""
+        if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+            raise ConfigError(
+                f"{', '.join(lazy)} have no shape yet, and the ranks have to agree on it before the first batch; run one "
+                "batch through the module in configure_model(), or give the layers their sizes"
+            )
+        lines = [
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
+            for name, parameter in module.named_parameters()
+        ]
+        lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+        digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+        odd_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd_rank is None:
+            return
+        everyone = self.all_gather_object(lines if self.rank in (0, odd_rank) else [])
+        first, other = _first_difference(everyone[0], everyone[odd_rank])
+        raise DistributedError(
+            f"ranks 0 and {odd_rank} built different modules: where rank 0 has {first}, rank {odd_rank} has {other}; "
+            "build (and freeze) the module in the same way on every rank"
+        )
+
+    def _transport_device(self, value: Tensor) -> torch.device:
+        """NCCL moves nothing that lies on the host."""
+        return self.device if self.device.type == "cuda" else value.device
+
+    def _take_group(self, environment: Environment) -> None:
+        found = (dist.get_rank(), dist.get_world_size())
+        if found != (environment.rank, environment.world_size):
+            raise ConfigError(
+                f"torch.distributed is already initialised as rank {found[0]} of {found[1]}, but this run is rank "
+                f"{environment.rank} of {environment.world_size}; destroy that process group first, or ask for as many "
+                "devices"
+            )
+        self._store = dist.distributed_c10d._get_default_store()
+        self._owns_group = False
+
+    def _meet(self, environment: Environment) -> Store:
+        if environment.world_size == 1:
+            return HashStore()
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"strategy={self.name!r} with {environment.world_size} processes meets through MASTER_ADDR and "
+                f"MASTER_PORT, but {' and '.join(missing)} is not set; start with torchrun, or set the address of the "
+                "first machine and a free port"
+            )
+        meeting = next(_MEETINGS)
+        place = (
+            os.environ["MASTER_ADDR"],
+            os.environ["MASTER_PORT"],
+            environment.rank,
+            environment.world_size,
+            os.getpid(),
+        )
+        return PrefixStore(f"fabricamp/{meeting}", _rendezvous(place, self.timeout))
+
+
+@functools.cache
+def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta | None) -> Store:
+    """Returns the store of these processes; kept, because its server could not start on the same port again at once."""
+    _, _, rank, world_size, _ = place
+    options = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(rendezvous("env://", rank, world_size, **options))
+    return cast("Store", store)
+
+
+def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        return timeout
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:
+        return timedelta(seconds=timeout)
+    raise ConfigError(
+        f"timeout={timeout!r} has to be a number of seconds above 0, a timedelta, or None for torch's own"
+    )
+
+
+def _first_difference(first: list[str], other: list[str]) -> tuple[str, str]:
+    pairs = enumerate(zip(first, other, strict=False))
+    position = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(other)))
+
+    def described(lines: list[str]) -> str:
+        return repr(lines[position]) if position < len(lines) else "nothing more"
+
+    return described(first), described(other)

@@ -1,0 +1,409 @@
+"""The Trainer: checks its arguments, composes the parts, and runs fit, validate, test and predict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp import launch
+from fabricamp.arguments import as_callbacks, as_loggers, check_flag, check_settings, refuse_unknown
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.checkpoint import write_checkpoint
+from fabricamp.data import DataModule
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.hooks import call_all, overrides
+from fabricamp.loggers.tensorboard import TensorBoardLogger
+from fabricamp.module import TrainingModule
+from fabricamp.precision import precision_from
+from fabricamp.properties import TrainerProperties
+from fabricamp.rng import deterministic_mode
+from fabricamp.session import KINDS, LOADERS, Session
+from fabricamp.snapshot import gather_counters, gather_training, gather_weights
+from fabricamp.source import Source
+from fabricamp.state import RunState, Stage
+from fabricamp.strategies import strategy_from
+from fabricamp.watchdog import interrupts
+from fabricamp.workers import start_workers
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.loggers.base import Logger
+    from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["Trainer"]
+
+logger_ = logging.getLogger("fabricamp")
+
+
+class Trainer(TrainerProperties):
+    """Trains, validates, tests and predicts with a :class:`TrainingModule`; argument names are Lightning's.
+
+    ``strategy`` and ``precision`` take a name or an object with options.  Every argument is checked here; what depends on the
+    module, its optimizers or the data is checked in ``fit`` before the first batch.  Raises :class:`ConfigError`.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, precision="O1", accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision | None = "O0",
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        limit_test_batches: float | None = None,
+        limit_predict_batches: float | None = None,
+        fast_dev_run: int | bool = False,
+        overfit_batches: float = 0.0,
+        val_check_interval: float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        log_every_n_steps: int = 50,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = "norm",
+        logger: Logger | list[Logger] | bool | None = True,
+        callbacks: list[Callback | str] | Callback | str | None = None,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = True,
+        start_method: str = "auto",
+        deterministic: bool | str = False,
+        benchmark: bool | None = None,
+        detect_anomaly: bool = False,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        inference_mode: bool = True,
+        default_root_dir: str | Path | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key not in {"self", "unknown", "__class__"}}
+        refuse_unknown(unknown, given)
+        self.settings = check_settings(given)
+        self._choose_processes(accelerator, devices, strategy)
+        self.precision = precision_from("O0" if precision is None else precision)
+        self.precision.check_device(self.device_type)
+        self.state = RunState()
+        self.session: Session | None = None
+        self.ckpt_path: str | None = None
+        self._log_dir: str | None = None
+        found = as_loggers(logger)
+        self.loggers = [TensorBoardLogger(self.settings.default_root_dir)] if found is None else found
+        self._given_callbacks = as_callbacks(callbacks)
+        self._enabled = {
+            ModelCheckpoint: check_flag("enable_checkpointing", enable_checkpointing),
+            ProgressBar: check_flag("enable_progress_bar", enable_progress_bar),
+            ModelSummary: check_flag("enable_model_summary", enable_model_summary),
+        }
+        if not enable_checkpointing and any(isinstance(one, ModelCheckpoint) for one in self._given_callbacks):
+            raise ConfigError(
+                "callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out"
+            )
+        if self.settings.fast_dev_run:
+            self.loggers = []
+        self.callbacks: list[Callback] = self._all_callbacks([])
+
+    def _choose_processes(self, accelerator: str, devices: int | str | list[int], strategy: str | Strategy) -> None:
+        """Decides how many processes there are, on what, and whether this one has to start them."""
+        self._environment = launch.detect()
+        self.device_type, self._device_indices = launch.resolve_devices(accelerator, devices)
+        local = len(self._device_indices)
+        if self._environment is not None:
+            launch.check_environment(self._environment, None if devices == "auto" else local, self.settings.num_nodes)
+            world_size = self._environment.world_size
+        else:
+            world_size = local * self.settings.num_nodes
+        if self._environment is None and self.settings.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={self.settings.num_nodes} needs a process on every node: start the script with torchrun "
+                f"(torchrun --nnodes={self.settings.num_nodes} --nproc_per_node={local} --rdzv_backend=c10d "
+                "--rdzv_endpoint=HOST:PORT script.py) or srun"
+            )
+        self.strategy = strategy_from(strategy, world_size)
+        self.num_processes = local
+        self._launches = self._environment is None and world_size > 1
+
+    def become_worker(self) -> None:
+        """Takes its rank from the variables that a starter has set; for workers that were forked or spawned with this Trainer."""
+        self._environment = launch.detect()
+        self._launches = False
+
+    def _all_callbacks(self, own: list[Callback]) -> list[Callback]:
+        """The given ones, the module's in place of those of the same class, the default ones, monitors last."""
+        replaced = {type(one) for one in own}
+        callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
+        for kind, enabled in self._enabled.items():
+            if enabled and not any(isinstance(one, kind) for one in callbacks):
+                callbacks.append(kind())
+        if self.settings.fast_dev_run:
+            callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
+        return sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
+
+    # -- the four entry points ---------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: TrainingModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Trains from the start, or on from ``ckpt_path`` (a path, "last" or "best")."""
+        self.run(Stage.FIT, module, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(
+        self,
+        module: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Runs the validation loop once; returns the logged values, one dict a loader."""
+        return self.run(Stage.VALIDATE, module, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+
+    def test(
+        self,
+        module: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Runs the test loop once; returns the logged values, one dict a loader."""
+        return self.run(Stage.TEST, module, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+
+    def predict(
+        self,
+        module: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any] | None:
+        """Returns what ``predict_step`` returned, batch by batch (of several loaders: a list each); those of every rank in turn."""
+        return self.run(  # type: ignore[no-any-return]
+            Stage.PREDICT, module, None, dataloaders, datamodule, ckpt_path, keep=return_predictions
+        )
+
+    def run(
+        self,
+        stage: Stage,
+        module: TrainingModule | None,
+        train: Any,
+        evaluation: Any,
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+        **options: bool,
+    ) -> Any:
+        """Runs one entry point, in this process or in workers; the four above are its faces."""
+        module, source = self._check_call(stage, module, train, evaluation, datamodule)
+        if self._launches:
+            return start_workers(self, stage, module, (train, evaluation, datamodule, ckpt_path), options)
+        path = self._resolve(ckpt_path)
+        self._enter(stage, module, source)
+        session = self.session
+        assert session is not None
+        try:
+            with deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark), self._anomalies():
+                session.open(path)
+                with interrupts(session.agreement):
+                    if stage is Stage.FIT:
+                        session.fit_loop().run()
+                        result = self._leave_fit(session)
+                    else:
+                        result = self._evaluate(stage, session, **options)
+        except BaseException as error:
+            self._fail(session, error)
+            raise
+        finally:
+            self.state.stage = Stage.IDLE
+        session.close(failed=False)
+        self._leave_interrupted()
+        return result
+
+    # -- around a run ------------------------------------------------------------------------------------------------------------
+
+    def _check_call(
+        self, stage: Stage, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
+    ) -> tuple[TrainingModule, Source]:
+        if module is None and self.session is not None:
+            module = self.session.module
+            datamodule = datamodule or (self.session.source.datamodule if evaluation is None else None)
+        name = stage.value
+        if isinstance(train, DataModule):
+            train, datamodule = None, train
+        if isinstance(evaluation, DataModule):
+            evaluation, datamodule = None, evaluation
+        if not isinstance(module, TrainingModule):
+            raise ConfigError(
+                f"{name} got {type(module).__name__}; give a module whose class derives from fabricamp.TrainingModule"
+            )
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise ConfigError(f"datamodule={datamodule!r} is not a fabricamp.DataModule; pass loaders as dataloaders")
+        if datamodule is not None and (train is not None or evaluation is not None):
+            raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
+        step = {Stage.FIT: "training_step", Stage.PREDICT: "predict_step"}.get(stage) or f"{KINDS[stage]}_step"
+        if stage is not Stage.PREDICT and not overrides(module, step, TrainingModule):
+            raise ConfigError(f"{type(module).__name__} has no {step}, which {name} needs; write one")
+        if stage is Stage.FIT and not overrides(module, "configure_optimizers", TrainingModule):
+            raise ConfigError(
+                f"{type(module).__name__} has no configure_optimizers, which fit needs; return an optimizer from it, or None"
+            )
+        return module, Source(train=train, evaluation=evaluation, datamodule=datamodule)
+
+    def _enter(self, stage: Stage, module: TrainingModule, source: Source) -> None:
+        """Takes this process's place, and makes the session."""
+        environment = self._environment or self.strategy.environment
+        index = self._device_indices[environment.local_rank % len(self._device_indices)]
+        device = torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
+        self.strategy.setup_environment(environment, device)
+        if stage is Stage.FIT:
+            self.state = RunState()
+        self.state.stage = stage
+        self.state.started = time.monotonic()
+        own = module.configure_callbacks()
+        self.callbacks = self._all_callbacks(list(own) if isinstance(own, (list, tuple)) else [own])
+        self.session = Session(self, stage, module, source)
+        self.session.agreement.start()
+
+    def _leave_fit(self, session: Session) -> None:
+        if self.interrupted:
+            call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt())
+        self.precision.drain()
+        call_all(session.hooks("on_fit_end"))
+
+    def _evaluate(self, stage: Stage, session: Session, *, verbose: bool = False, keep: bool = False) -> Any:
+        kind = KINDS[stage]
+        loop, feeds = session.evaluation_loop(kind)
+        if not feeds:
+            raise ConfigError(
+                f"there is nothing to {stage.value}: pass dataloaders or a datamodule, or write {LOADERS[kind]}_dataloader"
+            )
+        outputs = loop.run(feeds, keep=keep)
+        if stage is Stage.PREDICT:
+            return self._gather(outputs) if keep else None
+        results = session.metrics.evaluation_results(len(feeds))
+        if verbose and self.is_global_zero:
+            self._print_results(kind, results)
+        return results
+
+    def _gather(self, outputs: list[list[Any]]) -> list[Any]:
+        """The predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
+        everyone = self.strategy.all_gather_object(outputs)
+        merged = [
+            [
+                batches[position]
+                for position in range(max(map(len, ranks)))
+                for batches in ranks
+                if position < len(batches)
+            ]
+            for ranks in zip(*everyone, strict=True)
+        ]
+        return merged[0] if len(merged) == 1 else merged
+
+    def _print_results(self, kind: str, results: list[dict[str, float]]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
+        for name in sorted({name for result in results for name in result}):
+            table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
+        Console().print(table)
+
+    def _fail(self, session: Session, error: BaseException) -> None:
+        call_all(session.hooks.callbacks("on_exception"), error)
+        if session.source.datamodule is not None:
+            session.source.datamodule.on_exception(error)
+        session.close(failed=True)
+        launch.record_failure(error)
+
+    def _leave_interrupted(self) -> None:
+        """After Ctrl-C: a script ends here (exit code 130) rather than going on to its next line; a prompt gets its turn."""
+        if not self.interrupted or launch.interactive():
+            return
+        path = next((one.last_model_path for one in self.checkpoint_callbacks if one.last_model_path), None)
+        self.print(f"Interrupted at step {self.global_step}" + (f"; checkpoint: {path}" if path else ""))
+        raise SystemExit(130)
+
+    def _anomalies(self) -> Any:
+        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
+
+    def _resolve(self, ckpt_path: str | Path | None) -> str | None:
+        """Returns the file that "best" and "last" stand for."""
+        path = None if ckpt_path is None else str(ckpt_path)
+        if path in {"best", "last"}:
+            found = next((getattr(one, f"{path}_model_path") for one in self.checkpoint_callbacks), "")
+            if not found:
+                raise CheckpointError(
+                    f"ckpt_path={path!r}: no ModelCheckpoint of this Trainer has saved one yet; give a path"
+                )
+            path = str(found)
+        self.ckpt_path = path
+        return path
+
+    # -- what callbacks call -----------------------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to end at the next step boundary; any rank may set it, all end at the same step."""
+        return self.state.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if not value:
+            self.state.should_stop = False
+        elif self.world_size == 1 or self.session is None:
+            self.stop("should_stop was set")
+        else:
+            self.session.agreement.request("should_stop was set")
+
+    def stop(self, reason: str) -> None:
+        """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``)."""
+        self.state.stop(reason)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Writes a checkpoint; to be called on every rank, rank 0 writes.  Raises :class:`CheckpointError` on every rank."""
+        session = self._opened
+        datamodule = session.source.datamodule
+        checkpoint = gather_weights(session.module, self.strategy, self.precision, datamodule)
+        checkpoint.update(gather_counters(self.state))
+        if not weights_only:
+            checkpoint.update(
+                gather_training(session.optimizers, session.schedulers, self.precision, self.callbacks, datamodule)
+            )
+        call_all(session.hooks.callbacks("on_save_checkpoint"), checkpoint)
+        session.module.on_save_checkpoint(checkpoint)
+        failure = ""
+        if self.is_global_zero:
+            try:
+                write_checkpoint(filepath, checkpoint)
+            except CheckpointError as error:
+                failure = str(error)
+        if failure := self.strategy.broadcast(failure):
+            raise CheckpointError(failure)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Prints once, not once a process."""
+        if self.is_global_zero:
+            print(*args, **options)  # what this method is for

@@ -1,0 +1,449 @@
+"""The progress bar: what stands on the screen in the end, in a terminal and in a file, and what it may cost."""
+
+import copy
+import math
+import os
+import pickle
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabricamp.callbacks import _screens, progress_bar
+from fabricamp.callbacks._screens import Track, _LiveScreen
+from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
+from fabricamp.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def stand_in(**overrides):
+    """What the bar reads of a Trainer."""
+    known = {
+        "is_global_zero": True,
+        "current_epoch": 0,
+        "max_epochs": 3,
+        "max_steps": math.inf,
+        "num_training_batches": 4,
+        "num_val_batches": [2],
+        "num_test_batches": [2, 3],
+        "num_predict_batches": [math.inf],
+        "num_sanity_val_batches": [1],
+        "accumulate_grad_batches": 1,
+        "global_step": 0,
+        "sanity_checking": False,
+        "progress_bar_metrics": {},
+        "state": SimpleNamespace(batch_idx=0),
+    }
+    return SimpleNamespace(**known | overrides)
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        for module in (progress_bar, _screens):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def run_epoch(bar, trainer, clock, seconds_a_batch, *, validate_at=()):
+    """Calls the hooks in the order of the fit loop."""
+    bar.on_train_epoch_start(trainer, None)
+    first = trainer.state.batch_idx
+    for index in range(first, 4):
+        clock.now += seconds_a_batch
+        bar.on_train_batch_end(trainer, None, None, None, index)
+        trainer.global_step += 1
+        trainer.state.batch_idx = index + 1
+        if index + 1 in validate_at:
+            bar.on_validation_start(trainer, None)
+            for batch in range(2):
+                clock.now += seconds_a_batch
+                bar.on_validation_batch_end(trainer, None, None, None, batch)
+            bar.on_validation_end(trainer, None)
+    bar.on_train_epoch_end(trainer, None)
+    trainer.current_epoch += 1
+    trainer.state.batch_idx = 0
+
+
+def test_plain_lines_every_ten_seconds_and_at_epoch_end(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"loss": 0.5, "seen": 12345.6, "tokens": 7})
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 6.0)
+    run_epoch(bar, trainer, clock, 0.004)
+    bar.on_train_end(trainer, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/3  2/4  step 1  loss 0.5000  seen 12346  tokens 7  6.0 s/it",
+        "epoch 1/3  4/4  step 3  loss 0.5000  seen 12346  tokens 7  6.0 s/it",
+        "epoch 1/3  step 4  loss 0.5000  seen 12346  tokens 7  24.0 s  6.0 s/it",
+        "epoch 2/3  step 8  loss 0.5000  seen 12346  tokens 7  0.0 s  250 it/s",
+    ]
+
+
+def test_validation_leaves_a_line_amid_an_epoch_but_not_a_second_one_at_its_end(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"val": 0.25})
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 0.5, validate_at=(2, 4))
+    # The speed is that of training alone: validation took two of the four seconds.
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/3  2/4  step 2  val 0.2500  2.0 it/s",
+        "epoch 1/3  step 4  val 0.2500  4.0 s  2.0 it/s",
+    ]
+
+
+def test_validation_line_of_a_loader_without_length_comes_when_it_is_known_not_to_be_the_end(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(num_training_batches=math.inf, max_epochs=math.inf)
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 5.0, validate_at=(1,))
+    assert capsys.readouterr().out.splitlines()[:2] == ["validation  1/2  5.0 s/it", "epoch 1  1  step 1  5.0 s/it"]
+
+
+def test_long_validation_shows_its_own_position(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"loss": 1.0})
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 11.0, validate_at=(1,))
+    assert "validation  1/2  11.0 s/it" in capsys.readouterr().out.splitlines()
+
+
+def test_a_hundred_lines_are_free_then_one_a_second_and_the_last_one_stays(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(max_epochs=1000)
+    bar.setup(trainer, None, "fit")
+    for _ in range(1000):
+        run_epoch(bar, trainer, clock, 0.001)
+    bar.on_train_end(trainer, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:100]] == [f"{epoch}/1000" for epoch in range(1, 101)]
+    assert 102 <= len(lines) <= 105  # 1000 epochs of 4 ms: 3.6 s after the free ones
+    assert lines[-1].startswith("epoch 1000/1000  step 4000")
+
+
+def test_resumed_epoch_goes_on_where_it_was_and_does_not_count_what_others_ran(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(state=SimpleNamespace(batch_idx=2))
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 10.0)
+    assert capsys.readouterr().out.splitlines()[0] == "epoch 1/3  3/4  step 0  10.0 s/it"
+
+
+def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"test_acc": 0.975})
+    bar.setup(trainer, None, "test")
+    bar.on_test_start(trainer, None)
+    for loader, batches in enumerate((2, 3)):
+        for index in range(batches):
+            clock.now += 10.0
+            bar.on_test_batch_end(trainer, None, None, None, index, loader)
+    bar.on_test_end(trainer, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "test 1/2  1/2  10.0 s/it"
+    assert lines[2].startswith("test 2/2  1/3")
+    assert lines[-1] == "test  test_acc 0.9750  50.0 s"
+
+
+def test_sanity_check_and_predict(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(sanity_checking=True)
+    bar.setup(trainer, None, "fit")
+    bar.on_validation_start(trainer, None)
+    clock.now += 12.0
+    bar.on_validation_batch_end(trainer, None, None, None, 0)
+    bar.on_validation_end(trainer, None)
+    assert capsys.readouterr().out == "sanity check  1/1  12.0 s/it\n"
+    bar.setup(trainer, None, "predict")
+    bar.on_predict_start(trainer, None)
+    clock.now += 12.0
+    bar.on_predict_batch_end(trainer, None, None, None, 0)
+    bar.on_predict_end(trainer, None)
+    assert capsys.readouterr().out == "predict  1  12.0 s/it\npredict  12.0 s\n"
+
+
+def test_other_ranks_show_nothing(clock, capsys):
+    bar, trainer = ProgressBar(), stand_in(is_global_zero=False)
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 60.0, validate_at=(2, 4))
+    bar.on_train_end(trainer, None)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_batch_between_two_pictures_touches_nothing():
+    bar, trainer = ProgressBar(), stand_in()
+    bar.setup(trainer, None, "fit")
+    bar.on_train_epoch_start(trainer, None)
+    nothing = object()  # any attribute read, and any look at a tensor, would raise
+    bar.on_train_batch_end(nothing, nothing, nothing, nothing, nothing)
+    bar.on_validation_batch_end(nothing, nothing, nothing, nothing, nothing)
+
+
+@pytest.mark.parametrize("seconds_a_batch", [1.0, 11.0])
+def test_a_reader_that_is_gone_does_not_end_the_training(clock, monkeypatch, seconds_a_batch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = isatty = lambda self: False
+
+    bar, trainer = ProgressBar(), stand_in()
+    bar.setup(trainer, None, "fit")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    run_epoch(bar, trainer, clock, seconds_a_batch, validate_at=(2,))
+    bar.on_train_end(trainer, None)
+
+
+@given(
+    batches=st.one_of(st.just(math.inf), st.integers(1, 50)),
+    max_steps=st.one_of(st.just(math.inf), st.integers(1, 30)),
+    window=st.integers(1, 5),
+    data=st.data(),
+)
+def test_train_total_is_where_the_loop_will_stop(batches, max_steps, window, data):
+    def stop():
+        done = steps = 0
+        while done < batches and steps < max_steps:
+            done += 1
+            steps += done % window == 0 or done == batches
+        return done
+
+    expected = None if math.isinf(batches) and math.isinf(max_steps) else stop()
+    done = data.draw(st.integers(0, 20 if expected is None else expected - 1))
+    trainer = stand_in(
+        num_training_batches=batches, max_steps=max_steps, accumulate_grad_batches=window, global_step=done // window
+    )
+    assert _train_total(trainer, done) == expected
+
+
+@pytest.mark.parametrize("rate", [0, -1, 61, "fast", None, math.nan])
+def test_refresh_rate_is_checked(rate):
+    with pytest.raises(ConfigError, match="refresh_rate_hz"):
+        ProgressBar(refresh_rate_hz=rate)
+
+
+def test_it_can_be_copied_and_sent_to_another_process():
+    bar = ProgressBar(refresh_rate_hz=2)
+    assert pickle.loads(pickle.dumps(copy.deepcopy(bar)))._interval == 0.5
+
+
+# -- the live picture ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(monkeypatch, tmp_path):
+    """Builds a live screen of a given width over a file that takes itself for a terminal."""
+    import rich
+    from rich.console import Console
+
+    screens = []
+
+    def build(width, **options):
+        file = (tmp_path / "screen").open("w", encoding="utf-8")
+        console = Console(file=file, force_terminal=True, width=width, color_system="truecolor", **options)
+        monkeypatch.setattr(rich, "_console", console)
+        screens.append(_LiveScreen(0.25))
+        return screens[-1]
+
+    yield build
+    for screen in screens:
+        screen.close(keep=False)
+
+
+def track(label="epoch 3/10", done=120, total=450, seconds=3.5):
+    one = Track(label)
+    one.total = total
+    one._mark -= seconds
+    one.advance(done)
+    return one
+
+
+def test_metrics_stand_beside_the_bar_while_they_fit_and_below_it_from_then_on(live):
+    screen = live(100)
+    few, many = [("loss", "0.1230")], [(f"metric_{index}", "0.1230") for index in range(9)]
+    assert screen._picture([track()], few).plain.count("\n") == 0
+    below = screen._picture([track()], many).plain
+    assert below.count("\n") == 2
+    assert all(f"metric_{index} 0.1230" in below for index in range(9))
+    assert screen._picture([track()], few).plain.count("\n") == 1, "it would jump up and down"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 240),
+    total=st.one_of(st.none(), st.integers(1, 10**7)),
+    count=st.integers(0, 12),
+    data=st.data(),
+)
+def test_no_line_is_wider_than_the_terminal(width, total, count, data):
+    from io import StringIO
+
+    from rich.console import Console
+
+    screen = _LiveScreen.__new__(_LiveScreen)
+    screen._console = Console(file=StringIO(), force_terminal=True, width=width, color_system="truecolor")
+    screen._metrics_below = False
+    done = data.draw(st.integers(0, total or 1000))
+    metrics = [(f"m{index}" * data.draw(st.integers(1, 8)), "0.1230") for index in range(count)]
+    picture = screen._picture([track(done=done, total=total), track("validation 1/2", 1, 2)], metrics)
+    lines = ["".join(part.text for part in line) for line in screen._console.render_lines(picture, pad=False)]
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) == picture.plain.count("\n") + 1, "a line was broken"
+
+
+def test_drawing_never_takes_more_than_one_percent_of_the_time(live, monkeypatch):
+    screen = live(80)
+    ticks = iter([10.0, 10.02])
+    monkeypatch.setattr(_screens, "monotonic", lambda: next(ticks))
+    one = Track.__new__(Track)
+    monkeypatch.setattr(screen, "_picture", lambda tracks, metrics: "picture")
+    screen.draw([one], [])
+    assert screen.interval == pytest.approx(2.0)
+
+
+SCRIPT = textwrap.dedent("""
+    import logging, sys, warnings
+    from types import SimpleNamespace
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    from fabricamp.callbacks.progress_bar import ProgressBar
+    from test_progress_bar_stand_in import stand_in
+    trainer, bar = stand_in(progress_bar_metrics={"loss": 0.5}), ProgressBar()
+    bar.setup(trainer, None, "fit")
+    try:
+        for epoch in range(2):
+            trainer.current_epoch, trainer.state.batch_idx = epoch, 0
+            bar.on_train_epoch_start(trainer, None)
+            for index in range(4):
+                bar._due = 0
+                trainer.global_step += 1
+                bar.on_train_batch_end(trainer, None, None, None, index)
+                trainer.state.batch_idx = index + 1
+                if index == 1:
+                    print("printed [not markup]")
+                    logging.getLogger("user").info("logged")
+                    print("error", file=sys.stderr)
+                if index == 2 and epoch == 1 and "crash" in sys.argv:
+                    raise KeyboardInterrupt
+            bar.on_train_epoch_end(trainer, None)
+        bar.on_train_end(trainer, None)
+    except KeyboardInterrupt as error:
+        bar.on_exception(trainer, None, error)
+    assert sys.stdout is sys.__stdout__ and logging.root.handlers[0].stream is sys.__stderr__
+    print("after")
+""")
+
+
+class Terminal:
+    """The few control sequences that rich uses, applied to lines of text."""
+
+    def __init__(self):
+        self.lines, self.row, self.column, self.cursor_shown = [""], 0, 0, True
+
+    def feed(self, output):
+        for text, code, argument, letter in re.findall(r"([^\x1b\r\n]+|\r|\n)|(\x1b\[)([?0-9;]*)([A-Za-z])", output):
+            if code:
+                self._control(argument, letter)
+            elif text == "\r":
+                self.column = 0
+            elif text == "\n":
+                self.row += 1
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            else:
+                assert self.cursor_shown, "a process killed here would leave the cursor hidden"
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + text + line[self.column + len(text) :]
+                self.column += len(text)
+        return [line.rstrip() for line in self.lines if line.strip()]
+
+    def _control(self, argument, letter):
+        if letter == "A":
+            self.row -= int(argument or 1)
+        elif letter == "K":
+            assert argument == "2"
+            self.lines[self.row] = ""
+        elif letter in "hl":
+            assert argument == "?25"
+            self.cursor_shown = letter == "h"
+        else:
+            assert letter == "m", f"unknown control sequence {argument}{letter}"
+
+
+def run_in_terminal(tmp_path, *arguments, stderr=None, **environment):
+    """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output."""
+    import inspect
+
+    (tmp_path / "test_progress_bar_stand_in.py").write_text(
+        "import math\nfrom types import SimpleNamespace\n" + inspect.getsource(stand_in)
+    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    leader, follower = pty.openpty()
+    variables = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}}
+    variables |= {
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+        "LINES": "30",
+    } | environment
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py"), *arguments],
+        stdin=follower, stdout=follower, stderr=stderr or follower, env=variables,
+    )  # fmt: skip
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not part:
+            break
+        output += part
+    os.close(leader)
+    assert process.wait(timeout=60) == 0, output.decode()
+    return output.decode()
+
+
+EPOCHS = [
+    ["printed [not markup]", "logged", "error", "epoch 1/3  step 4  loss 0.5000"],
+    ["printed [not markup]", "logged", "error", "epoch 2/3  step 8  loss 0.5000"],
+]
+
+
+def without_times(lines):
+    return [re.sub(r"  [0-9.]+ s  [0-9.]+ (it/s|s/it)$", "", line) for line in lines]
+
+
+def test_terminal_keeps_prints_logs_and_epoch_lines_and_nothing_of_the_bar(tmp_path):
+    terminal = Terminal()
+    output = run_in_terminal(tmp_path)
+    assert "━" in output
+    assert without_times(terminal.feed(output)) == [*EPOCHS[0], *EPOCHS[1], "after"]
+    assert terminal.cursor_shown
+
+
+def test_exception_leaves_the_bar_as_it_stood_and_a_clean_terminal(tmp_path):
+    terminal = Terminal()
+    *before, bar, after = without_times(terminal.feed(run_in_terminal(tmp_path, "crash")))
+    assert before == [*EPOCHS[0], *EPOCHS[1][:-1]]
+    assert re.fullmatch(r"epoch 2/3     ━+  3/4  [0-9.]+ (it/s|s/it)  \d:\d\d left  step 7  loss 0\.5000", bar)
+    assert after == "after"
+    assert terminal.cursor_shown
+
+
+def test_stderr_that_leads_elsewhere_is_left_alone(tmp_path):
+    with (tmp_path / "errors").open("w") as file:
+        output = run_in_terminal(tmp_path, stderr=file)
+    assert (tmp_path / "errors").read_text() == "logged\nerror\n" * 2
+    assert "error" not in output
+
+
+def test_dumb_terminal_gets_plain_lines(tmp_path):
+    output = run_in_terminal(tmp_path, TERM="dumb")
+    assert "\x1b" not in output
+    assert "epoch 2/3  step 8  loss 0.5000" in output

@@ -1,0 +1,136 @@
+"""Several loaders as one: modes, lengths, collections."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabricamp.data import CombinedLoader, combine, set_epoch, wire_loader
+from fabricamp.errors import ConfigError
+
+LISTS = {"a": [0, 1, 2, 3, 4], "b": [10, 11]}
+
+
+class Unsized:
+    """Can be iterated again, but has no length."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("kind", [list, Unsized])
+@pytest.mark.parametrize(
+    ("mode", "b"),
+    [("max_size_cycle", [10, 11, 10, 11, 10]), ("max_size", [10, 11, None, None, None]), ("min_size", [10, 11])],
+)
+def test_modes(mode, b, kind):
+    combined = CombinedLoader({name: kind(items) for name, items in LISTS.items()}, mode)
+    expected = [{"a": first, "b": second} for first, second in zip(LISTS["a"], b, strict=False)]
+    assert list(combined) == expected
+    assert list(combined) == expected
+    if kind is list:
+        assert len(combined) == len(expected)
+    else:
+        with pytest.raises(TypeError, match="no len"):
+            len(combined)
+
+
+def test_sequential():
+    combined = CombinedLoader(LISTS, "sequential")
+    assert list(combined) == [0, 1, 2, 3, 4, 10, 11]
+    assert len(combined) == 7
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from(["max_size_cycle", "max_size", "min_size"]))
+def test_sized_and_unsized_loaders_combine_alike(lengths, mode):
+    items = [list(range(length)) for length in lengths]
+    sized = CombinedLoader(items, mode)
+    assert list(sized) == list(CombinedLoader([Unsized(one) for one in items], mode))
+    assert len(list(sized)) == len(sized)
+
+
+def test_collections_keep_their_kind():
+    assert next(iter(CombinedLoader([[1], [2]]))) == [1, 2]
+    assert next(iter(CombinedLoader(([1], [2])))) == (1, 2)
+
+
+def test_a_shorter_loader_that_starts_again_is_shuffled_anew():
+    def pass_over(epoch):
+        loaders = {"long": range(12), "short": DataLoader(range(6), shuffle=True, batch_size=None)}
+        combined = wire_loader(CombinedLoader(loaders), train=True, rank=0, world_size=1, seed=0)
+        set_epoch(combined, epoch)
+        drawn = [batch["short"] for batch in combined]
+        return drawn[:6], drawn[6:]
+
+    first, second = pass_over(1)
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != second
+    assert pass_over(1) == (first, second)
+    assert pass_over(2) != (first, second)
+
+
+def test_nothing_is_drawn_past_a_known_end():
+    drawn = []
+
+    class Loader:
+        def __init__(self, name, length):
+            self.name, self.length = name, length
+
+        def __len__(self):
+            return self.length
+
+        def __iter__(self):
+            for index in range(self.length):
+                drawn.append((self.name, index))
+                yield index
+
+    list(CombinedLoader([Loader("a", 3), Loader("b", 2)]))
+    assert drawn == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 0)]
+
+
+def test_wrong_ones_are_refused():
+    with pytest.raises(ConfigError, match="did you mean 'max_size'"):
+        CombinedLoader(LISTS, "max-size")
+    with pytest.raises(ConfigError, match="empty collection"):
+        CombinedLoader({})
+    with pytest.raises(ConfigError, match=r"CombinedLoader\['b'\].*no batches"):
+        CombinedLoader({"a": [1], "b": []})
+    with pytest.raises(ConfigError, match="Tensor gives no batches"):
+        CombinedLoader([[1], torch.zeros(2)])
+
+
+def test_a_loader_that_cannot_start_again_is_named():
+    with pytest.raises(ConfigError, match="cannot start again"):
+        list(CombinedLoader([[1, 2, 3], iter([1])]))
+
+
+def test_streams_end_with_the_longest():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    combined = CombinedLoader({"stream": DataLoader(Stream(), batch_size=None), "list": [7, 8]})
+    assert [batch["stream"] for batch in combined] == [0, 1, 2, 3, 4]
+    endless = CombinedLoader({"stream": itertools.count(), "list": [7, 8]}, "min_size")
+    assert list(endless) == [{"stream": 0, "list": 7}, {"stream": 1, "list": 8}]
+
+
+def test_combine_tells_loaders_from_batches():
+    loader = DataLoader(range(3))
+    for collection in ({"a": loader, "b": [1, 2]}, [loader, range(2)], (loader,)):
+        combined = combine(collection)
+        assert isinstance(combined, CombinedLoader)
+        assert combined.loaders is collection
+    batches = [(torch.zeros(2), torch.zeros(2))] * 3
+    for as_it_is in (loader, batches, [torch.zeros(2)], [], iter([1]), None):
+        assert combine(as_it_is) is as_it_is
+    with pytest.raises(ConfigError, match="DataLoader, Tensor"):
+        combine([loader, torch.zeros(2)])

@@ -1,0 +1,259 @@
+"""The feed: what it yields, when it says last, when errors surface, and that workers go."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from fabricamp.data import CombinedLoader, Feed, move_to_device, wire_loader
+from fabricamp.errors import ConfigError
+
+
+class Numbers(Dataset):
+    def __init__(self, size, fails_at=None):
+        self.size, self.fails_at = size, fails_at
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.fails_at:
+            message = f"sample {index} is broken"
+            raise ValueError(message)
+        return index
+
+
+class Stream(IterableDataset):
+    """An iterable dataset; ``announced`` is what its len says."""
+
+    def __init__(self, size, announced=None):
+        self.size = size
+        if announced is not None:
+            self.announced = announced
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(self.size) if worker is None else range(worker.id, self.size, worker.num_workers))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.announced
+
+
+class Generated:
+    """Neither a length nor a second life is asked of it."""
+
+    def __init__(self, size, fails_at=None):
+        self.size, self.fails_at = size, fails_at
+        self.drawn = 0
+
+    def __iter__(self):
+        for index in range(self.size):
+            self.drawn = index + 1
+            if index == self.fails_at:
+                message = f"batch {index} is broken"
+                raise ValueError(message)
+            yield index
+
+
+def seen(feed):
+    return [(batch, feed.last) for batch in feed]
+
+
+def flagged(batches):
+    batches = list(batches)
+    return [(batch, index == len(batches) - 1) for index, batch in enumerate(batches)]
+
+
+@given(
+    size=st.integers(1, 8),
+    limit=st.one_of(st.integers(0, 10), st.just(math.inf)),
+    kind=st.sampled_from([list, Generated, "loader", "stream"]),
+)
+def test_batches_and_last(size, limit, kind):
+    loaders = {
+        list: list(range(size)),
+        Generated: Generated(size),
+        "loader": DataLoader(Numbers(size), batch_size=None),
+        "stream": DataLoader(Stream(size), batch_size=None),
+    }
+    feed = Feed(loaders[kind], limit=limit, prepare=str)
+    expected = flagged([str(index) for index in range(size)[: int(min(limit, size))]])
+    for _ in range(2):
+        assert [(str(batch), last) for batch, last in seen(feed)] == expected
+        assert not feed.last
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_workers(wired):
+    loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
+    if wired:
+        loader = wire_loader(loader, train=True, rank=0, world_size=1, seed=0)
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    for limit, count in ((math.inf, 5), (2, 2), (5, 5), (math.inf, 5)):
+        batches = [(batch.tolist(), last) for batch, last in seen(Feed(loader, limit=limit))]
+        assert batches == flagged(whole[:count])
+    del loader
+    assert not multiprocessing.active_children()
+
+
+def test_streams_with_workers_whose_length_is_an_estimate():
+    shorter = DataLoader(SizedStream(5, announced=6), batch_size=None, num_workers=2)
+    assert sorted(batch for batch, _ in seen(Feed(shorter))) == [0, 1, 2, 3, 4]
+    assert [last for _, last in seen(Feed(shorter))] == [False] * 4 + [True]
+    assert [last for _, last in seen(Feed(shorter, limit=3))] == [False, False, True]
+    assert [last for _, last in seen(Feed(CombinedLoader([shorter])))] == [False] * 4 + [True]
+
+
+def test_nothing_is_read_ahead_of_a_known_length():
+    class Loader(Generated):
+        def __len__(self):
+            return self.size
+
+    for loader, ahead in ((Loader(4), 0), (Generated(4), 1)):
+        drawn = [loader.drawn - 1 - batch for batch in Feed(loader)]
+        assert drawn == [ahead] * 3 + [0]
+    loader = Generated(100)
+    list(Feed(loader, limit=3))
+    assert loader.drawn == 3
+
+
+def test_batches_are_prepared_when_they_are_handed_over():
+    for loader in ([0, 1, 2], Generated(3)):
+        prepared = []
+        feed = Feed(
+            loader, prepare=lambda batch, to=prepared: to.append(batch) or batch + 10, finish=lambda batch: -batch
+        )
+        counts = [(batch, len(prepared)) for batch in feed]
+        assert counts == [(-10, 1), (-11, 2), (-12, 3)]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        Generated(5, fails_at=3),
+        DataLoader(Numbers(5, fails_at=3), batch_size=None),
+        DataLoader(Numbers(5, fails_at=3), batch_size=None, num_workers=2),
+    ],
+    ids=["generated", "loader", "workers"],
+)
+def test_an_error_surfaces_at_its_batch(loader):
+    feed = Feed(loader)
+    for _ in range(2):
+        batches = iter(feed)
+        assert [(int(next(batches)), feed.last) for _ in range(3)] == [(0, False), (1, False), (2, False)]
+        with pytest.raises(ValueError, match="is broken"):
+            next(batches)
+
+
+def test_closing_early_ends_the_workers():
+    loader = DataLoader(Numbers(100), num_workers=2)
+    feed = Feed(loader)
+    try:
+        for batch in feed:
+            assert batch.item() == 0
+            message = "the step failed"
+            raise RuntimeError(message)
+    except RuntimeError:
+        feed.close()
+    assert not multiprocessing.active_children()
+    assert not feed.last
+    feed.close()
+
+
+def test_a_loader_that_ends_before_its_length_is_refused():
+    class Short:
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            return iter([1, 2])
+
+    with pytest.raises(ConfigError, match=r"Short announced 5 batches by its len.* but ended after 2"):
+        list(Feed(Short()))
+    assert seen(Feed(Short(), limit=2)) == [(1, False), (2, True)]
+
+
+def test_a_used_up_iterator_is_refused():
+    feed = Feed(iter([1, 2]))
+    assert seen(feed) == [(1, False), (2, True)]
+    with pytest.raises(ConfigError, match="list_iterator that is used up"):
+        list(feed)
+
+
+def test_a_share_of_nothing_yields_nothing():
+    loader = wire_loader(DataLoader(Numbers(1)), train=False, rank=1, world_size=2, seed=0)
+    assert list(Feed(loader)) == []
+
+
+def test_a_resumed_pass_is_shorter():
+    loader = wire_loader(DataLoader(Numbers(10), batch_size=2), train=True, rank=0, world_size=1, seed=0)
+    loader.sampler.start = 6
+    assert [(batch.tolist(), last) for batch, last in seen(Feed(loader))] == [([6, 7], False), ([8, 9], True)]
+    assert len(seen(Feed(loader))) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestPrefetch:
+    """One batch ahead, on a stream of its own, without waits."""
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+    def move(self, batch):
+        return move_to_device(batch, self.device)
+
+    def test_same_batches_and_one_is_read_ahead(self):
+        for loader in (Generated(4), [0, 1, 2, 3]):
+            assert seen(Feed(loader, device=self.device, prefetch=True)) == flagged(range(4))
+        loader = Generated(4)
+        ahead = [loader.drawn - 1 - batch for batch in Feed(loader, device=self.device, prefetch=True)]
+        assert ahead == [1, 1, 1, 0]
+
+    def test_an_error_surfaces_at_its_batch(self):
+        batches = iter(Feed(Generated(5, fails_at=3), device=self.device, prefetch=True))
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ValueError, match="is broken"):
+            next(batches)
+
+    def test_values_are_right_under_reused_memory_and_the_host_never_waits(self):
+        data = torch.arange(64.0).repeat_interleave(1 << 16).view(64, -1)
+        loader = DataLoader(data, batch_size=1, pin_memory=True)
+        prepare, finish = lambda batch: {"x": self.move(batch) + 1}, lambda batch: batch["x"] * 2
+        feed = Feed(loader, prepare=prepare, finish=finish, device=self.device, prefetch=True)
+        results = []
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in feed:
+                torch.cuda._sleep(2_000_000)
+                results.append(batch.amax() + batch.amin())
+                del batch
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.stack(results).tolist() == [4.0 * (index + 1) for index in range(64)]
+
+    def test_the_copy_does_not_wait_for_the_step(self):
+        copied = []
+
+        def prepare(batch):
+            moved = self.move(batch)
+            copied.append(torch.cuda.current_stream().record_event())
+            return moved
+
+        loader = DataLoader(torch.zeros(4, 1 << 20), batch_size=1, pin_memory=True)
+        for index, _ in enumerate(Feed(loader, prepare=prepare, device=self.device, prefetch=True)):
+            if index == 1:
+                torch.cuda._sleep(3_000_000_000)
+                busy = torch.cuda.current_stream().record_event()
+            if index == 2:
+                copied[3].synchronize()
+                assert not busy.query(), "batch 3 was on the device while step 1 still ran"
+        torch.cuda.synchronize()

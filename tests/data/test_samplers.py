@@ -1,0 +1,108 @@
+"""Samplers: torch's order in training, every sample once in evaluation, and a start anywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from fabricamp.data import EvalSampler, TrainSampler
+
+sizes = st.integers(0, 70)
+worlds = st.integers(1, 9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 70),
+    world_size=worlds,
+    epoch=st.integers(0, 5),
+    seed=st.integers(0, 2**32 - 1),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_training_order_is_torchs(size, world_size, epoch, seed, shuffle, drop_last):
+    for rank in range(world_size):
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "rank": rank}
+        theirs = DistributedSampler(range(size), num_replicas=world_size, **options)
+        ours = TrainSampler(size, world_size=world_size, **options)
+        theirs.set_epoch(epoch)
+        ours.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=sizes, world_size=worlds)
+def test_evaluation_reads_every_sample_once(size, world_size):
+    shares = [list(EvalSampler(size, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert sorted(index for share in shares for index in share) == list(range(size))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [len(EvalSampler(size, rank=rank, world_size=world_size)) for rank in range(world_size)] == [
+        *map(len, shares)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 70), world_size=worlds, start=st.integers(0, 80), epoch=st.integers(0, 3))
+def test_start_leaves_out_the_first_samples_once(size, world_size, start, epoch):
+    def sampler() -> TrainSampler:
+        made = TrainSampler(size, shuffle=True, seed=3, rank=world_size - 1, world_size=world_size)
+        made.set_epoch(epoch)
+        return made
+
+    resumed = sampler()
+    resumed.start = start
+    straight = list(sampler())
+    assert len(resumed) == len(straight[start:])
+    assert list(resumed) == straight[start:]
+    assert list(resumed) == straight
+    assert len(resumed) == len(straight)
+
+
+def test_start_reads_no_data():
+    read: list[int] = []
+
+    class Data(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return index
+
+    data = Data(range(1000))
+    sampler = TrainSampler(1000, shuffle=False, seed=0)
+    sampler.start = 990
+    loader = DataLoader(data, batch_size=5, sampler=sampler)
+    assert len(loader) == 2
+    assert [batch.tolist() for batch in loader] == [[990, 991, 992, 993, 994], [995, 996, 997, 998, 999]]
+    assert read == list(range(990, 1000))
+
+
+def test_epochs_differ_and_repeat():
+    sampler = TrainSampler(50, shuffle=True, seed=1)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1]
+    assert orders[0] == orders[2]
+
+
+def test_more_samples_than_a_chunk():
+    size = (1 << 16) * 2 + 3
+    assert sorted(TrainSampler(size, shuffle=True, seed=0)) == list(range(size))
+
+
+def test_empty_dataset_gives_nothing():
+    sampler = TrainSampler(0, shuffle=True, seed=0, rank=1, world_size=2)
+    assert list(sampler) == []
+    assert list(BatchSampler(sampler, 2, drop_last=False)) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_order_does_not_touch_the_global_generator(world_size):
+    import torch
+
+    before = torch.get_rng_state()
+    list(TrainSampler(20, shuffle=True, seed=0, world_size=world_size))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,125 @@
+"""Runs a function on several Gloo ranks: for tests of whatever differs between processes.
+
+from tests.distributed.ranks import run_ranks
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import faulthandler
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(function, world_size, *args, timeout=60.0, start_method=None, backend="gloo"):
+    """Returns ``[function(*args) on rank 0, on rank 1, ...]``, each called in a process of its own.
+
+    Each process has torchrun's environment variables, one torch thread, and a process group (``backend=None``: none yet).
+    Processes are forked (0.2 s, closures and lambdas are fine), or with ``start_method="spawn"`` started afresh (3 s, ``function``
+    has to pickle).  A rank that fails ends all of them and its traceback is in the AssertionError; ranks that are not
+    done after ``timeout`` seconds fail with their stacks.
+    """
+    method = start_method or ("spawn" if torch.cuda.is_initialized() else "fork")
+    context = torch.multiprocessing.get_context(method)
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        variables = [_variables(rank, world_size, store.port) for rank in range(world_size)]
+        processes = [
+            context.Process(
+                target=_work, args=(function, args, variables[rank], folder, timeout, backend), name=f"rank{rank}"
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, folder, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                if process.pid is not None:
+                    process.join()
+        return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def _variables(rank, world_size, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"ranks{port}",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _work(function, args, variables, folder, timeout, backend):
+    os.environ.update(variables)
+    rank = int(variables["RANK"])
+    torch.set_num_threads(1)
+    with (folder / f"stacks{rank}").open("w") as stacks:
+        faulthandler.dump_traceback_later(max(timeout - 1.0, 0.1), file=stacks)
+        try:
+            if backend is not None:
+                dist.init_process_group(backend, timeout=dt.timedelta(seconds=timeout))
+            result = function(*args)
+            torch.save(result, folder / f"result{rank}")
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+        except BaseException:
+            # Renamed in one piece: the parent may look at any moment.
+            (folder / f"part{rank}").write_text(traceback.format_exc())
+            (folder / f"part{rank}").rename(folder / f"failure{rank}")
+            raise SystemExit(1) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _wait(processes, folder, timeout):
+    deadline = time.monotonic() + timeout
+    waiting = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
+    while waiting:
+        ended = multiprocessing.connection.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
+        if not ended:
+            raise AssertionError(
+                f"ranks {sorted(rank for rank, _ in waiting.values())} hang after {timeout} s" + _stacks(folder)
+            )
+        for sentinel in ended:
+            rank, process = waiting.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                raise AssertionError(f"rank {rank} failed with exit code {process.exitcode}\n{_failures(folder)}")
+
+
+def _failures(folder):
+    """The tracebacks, oldest first: that one is the cause, the others often only lost their peer."""
+    files = sorted(folder.glob("failure*"), key=lambda file: file.stat().st_mtime_ns)
+    return "\n".join(f"--- {file.name.replace('failure', 'rank ')} ---\n{file.read_text()}" for file in files)
+
+
+def _stacks(folder):
+    return "".join(
+        f"\n--- {file.name.replace('stacks', 'rank ')} ---\n{file.read_text()}"
+        for file in sorted(folder.glob("stacks*"))
+    )

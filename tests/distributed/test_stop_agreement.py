@@ -1,0 +1,211 @@
+"""All ranks stop after the same micro-batch, whoever asks and wherever the others are."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricamp.errors import DistributedError
+from fabricamp.state import RunState
+from fabricamp.strategies.base import Environment, Strategy
+from fabricamp.watchdog import StopAgreement, interrupts
+from tests.distributed.ranks import run_ranks
+
+
+class Several(Strategy):
+    """What the agreement needs of a strategy with several processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.environment = Environment(rank=dist.get_rank(), world_size=dist.get_world_size())
+
+    def broadcast(self, value, source=0):
+        box = [value]
+        dist.broadcast_object_list(box, source)
+        return box[0]
+
+
+def train(state, agreement, batches, pause):
+    """A fit loop in small: the exchange of every micro-batch keeps the ranks within one of each other."""
+    for batch in range(batches):
+        pause(batch)
+        dist.all_reduce(torch.ones(1))
+        state.batches_done += 1
+        if state.batches_done >= state.hold_at:
+            agreement.hold()
+        if state.should_stop:
+            break
+
+
+def rounds(number):
+    """Stops at random moments: by one rank or several, early, late, at the end, while a rank waits for its data."""
+    shared = random.Random(7)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    seen = []
+    for index in range(number):
+        batches = shared.choice([1, 2, 3, 30, 10**9])
+        askers = shared.sample(range(world_size), shared.randint(1, world_size)) if index else []
+        asked_at = {one: shared.choice([0.0, 0.0005, 0.02, 0.15]) for one in askers}
+        slow = shared.choice([None, None, *range(world_size)])
+        batches = min(batches, 30) if not askers else batches
+        state = RunState()
+        agreement = StopAgreement(state, Several(), timeout=20)
+        agreement.start()
+        timer = threading.Timer(asked_at.get(rank, 0), agreement.request, [f"rank {rank}"])
+        if rank in askers:
+            timer.start()
+        train(state, agreement, batches, lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None)
+        agreement.close()
+        timer.cancel()
+        assert state.hold_at == sys.maxsize
+        assert state.should_stop or state.batches_done == batches
+        seen.append((state.batches_done, state.should_stop, state.stop_reason))
+        assert threading.active_count() <= 2
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_stop_at_the_same_micro_batch(world_size):
+    everyone = run_ranks(rounds, world_size, 25)
+    assert all(seen == everyone[0] for seen in everyone)
+    assert sum(stopped for _, stopped, _ in everyone[0]) >= 8
+    assert everyone[0][0][1:] == (False, "")  # nobody asked
+
+
+def one_ends_and_one_holds():
+    """A rank that has ended, or is gone, does not keep the others waiting for ever."""
+    rank = dist.get_rank()
+    state = RunState()
+    agreement = StopAgreement(state, Several(), timeout=20)
+    agreement.start()
+    state.batches_done = 5
+    if rank == 1:
+        agreement.close()
+    dist.barrier()
+    if rank == 0:
+        agreement.request("late")
+        state.batches_done = wait_for_promise(state)
+        agreement.hold()
+        assert state.should_stop
+    agreement.close()
+
+    state = RunState()
+    agreement = StopAgreement(state, Several(), timeout=1.0)
+    agreement.start()
+    message = ""
+    if rank == 1:
+        agreement._closing.wait = lambda _seconds: threading.Event().wait()  # its thread is dead
+        time.sleep(0.3)
+    dist.barrier()
+    if rank == 0:
+        agreement.request("interrupted")
+        state.batches_done = wait_for_promise(state)
+        with pytest.raises(DistributedError) as caught:
+            agreement.hold()
+        message = str(caught.value)
+        started = time.monotonic()
+        agreement.close()
+        assert time.monotonic() - started < 2
+    return message
+
+
+def wait_for_promise(state):
+    while state.hold_at == sys.maxsize:
+        time.sleep(0.01)
+    return state.hold_at
+
+
+def test_a_missing_rank_is_named():
+    message, _ = run_ranks(one_ends_and_one_holds, 2)
+    assert "no answer from rank 1 within 1 s" in message
+    assert "rank 0 was asked to stop (interrupted)" in message
+
+
+def test_a_lost_store_ends_the_hold_at_once(monkeypatch):
+    class Lost(dist.HashStore):
+        def check(self, keys):
+            raise dist.DistNetworkError("connection reset")
+
+    strategy = Strategy()
+    strategy.environment = Environment(world_size=2)
+    monkeypatch.setattr("fabricamp.watchdog._own_store", lambda *_: Lost())
+    agreement = StopAgreement(RunState(), strategy)
+    agreement.start()
+    agreement.request("interrupted")
+    with pytest.raises(DistributedError, match=r"the store of the process group is gone \(connection reset\)"):
+        agreement.hold()
+    agreement.close()
+
+
+def single():
+    state = RunState()
+    agreement = StopAgreement(state, Strategy())
+    agreement.start()
+    return state, agreement
+
+
+def test_single_process_stops_at_once():
+    state, agreement = single()
+    state.batches_done = 3
+    assert state.batches_done < state.hold_at
+    agreement.request("because")
+    agreement.request("another")
+    assert state.batches_done >= state.hold_at
+    agreement.hold()
+    assert (state.should_stop, state.stop_reason, state.hold_at) == (True, "because", sys.maxsize)
+    agreement.close()
+    agreement.close()
+
+
+def test_interrupts_in_the_main_thread():
+    state, agreement = single()
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts(agreement):
+        _thread.interrupt_main()
+        assert state.hold_at == 0
+        agreement.hold()
+        assert state.stop_reason == "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            _thread.interrupt_main()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_forked_children_outlive_an_interrupt():
+    state, agreement = single()
+    with interrupts(agreement):
+        child = os.fork()
+        if child == 0:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not state.should_stop
+
+
+def test_interrupts_leaves_other_threads_and_ignored_signals_alone():
+    _, agreement = single()
+    before = signal.getsignal(signal.SIGINT)
+    handlers = []
+
+    def enter():
+        with interrupts(agreement):
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        enter()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [before, signal.SIG_IGN]

@@ -1,0 +1,84 @@
+"""Which of several failed ranks is named as the one that began it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from fabricamp.errors import CheckpointError, ConfigError, DistributedError
+from fabricamp.launch import record_failure
+from fabricamp.launch.failures import as_error, find_cause
+
+
+@dataclass
+class Ended:
+    exitcode: int
+
+
+def write(folder, rank, time, message="ValueError: bad"):
+    file = folder / "run" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": f"trace {rank}\n", "timestamp": "1"}}}))
+    os.utime(file, ns=(time, time))
+
+
+@pytest.mark.parametrize(
+    ("codes", "written", "rank", "code"),
+    [
+        ({0: 1, 1: 1}, {1: 100, 0: 200}, 1, 1),  # the first exception
+        ({0: 1, 1: 1}, {1: 200, 0: 100}, 0, 1),
+        ({0: 1, 2: -signal.SIGKILL}, {0: 100}, 2, -signal.SIGKILL),  # killed: the exception is a lost peer's
+        ({0: 1, 1: 5}, {0: 100}, 1, 5),  # sys.exit, without an exception that was written down
+        ({0: -signal.SIGTERM, 1: 1}, {1: 100}, 1, 1),  # ended by the agent
+        ({0: -signal.SIGTERM, 1: -signal.SIGABRT}, {0: 100, 1: 200}, 0, 1),  # broken off on the way out
+        ({1: 1}, {0: 100, 1: 200}, 1, 1),  # rank 0 caught its exception
+        ({1: -signal.SIGTERM}, {}, 1, -signal.SIGTERM),
+    ],
+)
+def test_cause(tmp_path, codes, written, rank, code):
+    for one, time in written.items():
+        write(tmp_path, one, time)
+    cause = find_cause({one: Ended(ended) for one, ended in codes.items()}, tmp_path, all_known=True)
+    assert (cause.rank, cause.exit_code) == (rank, code)
+    assert (f"trace {rank}" in cause.report()) == (rank in written)
+
+
+def test_of_functions_only_one_failure_is_known(tmp_path):
+    write(tmp_path, 1, 100)
+    write(tmp_path, 0, 200)
+    assert find_cause({0: Ended(1)}, tmp_path, all_known=False).rank == 1
+    assert find_cause({}, tmp_path, all_known=False) is None
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, DistributedError, KeyError])
+def test_errors_come_back_as_what_they_were(tmp_path, monkeypatch, kind):
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    with pytest.raises(kind) as caught:
+        raise kind("what: was wrong")
+    record_failure(caught.value)
+    error = as_error(find_cause({1: Ended(1)}, tmp_path, all_known=True))
+    assert type(error) is (DistributedError if kind is KeyError else kind)
+    assert "what: was wrong" in str(error)
+    assert "rank 1 ended with exit code 1" in str(error)
+
+
+def test_what_is_recorded(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    record_failure(ValueError("in a plain process"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    for nothing_wrong in (KeyboardInterrupt(), SystemExit(0), SystemExit()):
+        record_failure(nothing_wrong)
+    assert not file.exists()
+    error = ValueError("first")
+    record_failure(error)
+    before = file.stat().st_mtime_ns
+    record_failure(error)  # once more, further out: the time stays
+    assert file.stat().st_mtime_ns == before
+    record_failure(SystemExit(3))
+    assert file.stat().st_mtime_ns > before
+    assert "SystemExit: 3" in file.read_text()

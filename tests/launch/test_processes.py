@@ -1,0 +1,283 @@
+"""Starting ranks for real: a plain script run again, functions in forked and spawned workers, failures, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.launch import choose_start_method, detect, interactive, run_function, script_can_rerun
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, os, signal, sys, time
+print("start", flush=True)
+import torch.distributed as dist
+from fabricamp.launch import detect, record_failure, run_script
+
+def fit():
+    if detect() is None:
+        os.chdir("/")  # scripts do such things
+        run_script(2)
+    dist.init_process_group("gloo")
+    values = [None, None]
+    dist.all_gather_object(values, os.getpid())
+    try:
+        work(dist.get_rank())
+    except BaseException as error:
+        record_failure(error)
+        raise
+    dist.barrier()
+
+def work(rank):
+    word = sys.argv[1]
+    if word == "arguments" and rank == 1:
+        print(json.dumps([sys.argv[1:], sys.flags.optimize, os.getcwd(), __name__, os.environ["MASTER_PORT"]]), flush=True)
+    if word == "raise" and rank == 1:
+        raise ValueError("rank one is unwell")
+    if word == "exit" and rank == 1:
+        sys.exit(7)
+    if word == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "interrupt":
+        interruptions = []
+        signal.signal(signal.SIGINT, lambda *_: interruptions.append(1))
+        print("ready", flush=True)
+        while not interruptions:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        print(f"interrupted {len(interruptions)}", flush=True)
+    if word == "hang":
+        print("ready", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    fit()
+    print("after", flush=True)
+    if sys.argv[1] == "raise_after":
+        raise RuntimeError(f"after fit on {dist.get_rank()}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts") / "with space"
+    (folder / "package").mkdir(parents=True)
+    for file in (folder / "train.py", folder / "package" / "train.py"):
+        file.write_text(SCRIPT)
+    return folder
+
+
+def start(folder, *command):
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_"))}
+    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_script_module_and_parallel_runs(folder):
+    words = ["arguments", "a  b", "it's", '"quoted"', "$HOME $$ ${local_rank}", "--x=*", "", "ü"]
+    runs = [start(folder, "-O", "train.py", *words), start(folder, "-O", "-m", "package.train", *words)]
+    (code, out, err), (module_code, module_out, module_err) = [finish(run) for run in runs]
+    assert (code, err) == (0, "")
+    assert (module_code, module_err) == (0, "")
+    ports = set()
+    for text in (out, module_out):
+        seen = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        assert seen[:4] == [words, 1, str(folder), "__main__"]
+        ports.add(seen[4])
+        assert text.count("start") == 3  # the starter and two workers
+        assert text.count("after") == 2  # the starter runs nothing after the call
+    assert len(ports) == 2
+
+
+def test_failures_of_scripts(folder):
+    runs = {word: start(folder, "train.py", word) for word in ("raise", "exit", "kill", "raise_after")}
+    results = {word: finish(run) for word, run in runs.items()}
+
+    code, out, err = results["raise"]
+    assert code == 1
+    assert "after" not in out
+    assert "rank 1 ended with exit code 1" in err
+    assert err.count("ValueError: rank one is unwell") == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert 'train.py", line' in err
+    assert "in <module>" in err  # down from the script, not only from where it was written down
+    assert "torch.distributed.elastic" not in err
+
+    code, _, err = results["exit"]
+    assert code == 7
+    assert "rank 1 ended with exit code 7" in err
+
+    code, _, err = results["kill"]
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "too much memory" in err
+
+    code, out, err = results["raise_after"]
+    assert code == 1
+    assert "after" in out
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: after fit on" in err
+
+
+def wait_for(process, line, number):
+    for _ in range(number):
+        while process.stdout.readline().strip() != line:
+            assert process.poll() is None
+
+
+def test_signals_to_the_starter(folder):
+    gentle, stubborn, ended = (start(folder, "train.py", word) for word in ("interrupt", "hang", "hang"))
+    for run in (gentle, stubborn, ended):
+        wait_for(run, "ready", 2)
+    # As a terminal does it: to the whole group in the foreground.
+    os.killpg(gentle.pid, signal.SIGINT)
+    os.killpg(stubborn.pid, signal.SIGINT)
+    os.kill(ended.pid, signal.SIGTERM)
+
+    code, out, err = finish(gentle)
+    assert (code, err) == (0, "")
+    assert out.count("interrupted 1") == 2  # once each
+    assert out.count("after") == 2
+
+    code, out, err = finish(stubborn)
+    assert code == 128 + signal.SIGINT
+    assert "Traceback" not in err
+    assert "after" not in out
+
+    code, _, err = finish(ended)
+    assert code == 128 + signal.SIGTERM
+    assert "Traceback" not in err
+
+
+def describe(value, tensor):
+    """What a worker sees; changes its tensor in place."""
+    dist.init_process_group("gloo")
+    tensor += dist.get_rank() + 1
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return {"value": value, "total": total, "tensor": tensor, "name": detect().name, "interactive": interactive(), "large": torch.ones(10**6)}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_functions_bring_their_result_back(method):
+    before = dict(os.environ)
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+    # A parallel region before the fork: OpenMP's threads do not survive it.
+    torch.set_num_threads(2)
+    torch.ones(600, 600) @ torch.ones(600, 600)
+    tensor = torch.zeros(3)
+    result = run_function(describe, ("a $$ value", tensor), 2, method)
+    assert result["value"] == "a $$ value"
+    assert result["total"].item() == 2
+    assert result["tensor"].tolist() == [1, 1, 1]  # rank 0's own copy
+    assert tensor.tolist() == [0, 0, 0]
+    assert result["name"] == method
+    assert result["interactive"]
+    assert result["large"].sum().item() == 10**6
+    assert dict(os.environ) == before
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == handlers
+
+
+def fail(how):
+    rank = detect().rank
+    if how == "configuration":
+        raise ConfigError("devices=7 is too many")
+    if rank == 1 and how == "value":
+        raise ValueError("rank one is unwell")
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("configuration", ConfigError, r"^devices=7 is too many\n"),
+        ("value", DistributedError, r"rank 1 ended with exit code 1[\s\S]*in fail[\s\S]*ValueError: rank one is unwell"),
+        ("kill", DistributedError, r"rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_failures_of_functions(how, error, message, capfd):
+    with pytest.raises(error, match=message):
+        run_function(fail, (how,), 2, "fork")
+    assert capfd.readouterr().err == ""
+
+
+def test_forked_functions_need_not_pickle_and_spawned_ones_say_so():
+    offset = 2
+    assert run_function(lambda value: value + offset, (1,), 2, "fork") == 3
+    with pytest.raises(ConfigError, match=r"no lambdas.*start_method='fork'"):
+        run_function(lambda: offset, (), 2, "spawn")
+
+
+def test_fork_is_refused_once_cuda_is_initialised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="restart the kernel"):
+        run_function(fail, ("value",), 2, "fork")
+    with pytest.raises(ConfigError, match="restart the kernel"):
+        choose_start_method("fork")
+
+
+def test_start_methods_by_name():
+    assert choose_start_method() == choose_start_method("auto") == "fork"  # under pytest
+    assert choose_start_method("spawn") == "spawn"
+    with pytest.raises(ConfigError, match="did you mean 'spawn'"):
+        choose_start_method("spwan")
+
+
+def test_start_method_of_plain_python(folder):
+    """A script, ``-c``, stdin, and a function in a spawned process of ``-c``."""
+    question = "from fabricamp.launch import choose_start_method as c, script_can_rerun as s, interactive as i; print(c(), s(), i())"
+    (folder / "ask.py").write_text(question)
+    of_script = start(folder, "ask.py")
+    of_command = start(folder, "-c", question)
+    piped = subprocess.run([sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert finish(of_script)[:2] == (0, "script True False\n")
+    assert finish(of_command)[:2] == (0, "spawn False False\n")
+    assert piped.stdout == "spawn False False\n"
+
+
+def test_what_a_prompt_defines_cannot_be_spawned(folder):
+    code = """
+    from fabricamp.launch import run_function
+    def mine(): return 1
+    try:
+        run_function(mine, (), 2, "spawn")
+    except ValueError as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+    """
+    code_, out, err = finish(start(folder, "-c", textwrap.dedent(code)))
+    assert code_ == 0, err
+    assert out.startswith("ConfigError a spawned process cannot find what is defined in this session")
+
+
+def test_pytest_itself_can_run_again():
+    assert script_can_rerun()

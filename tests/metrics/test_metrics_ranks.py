@@ -1,0 +1,305 @@
+"""self.log on several Gloo ranks: what is global, what is local, and ranks that log different things."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.metrics import Metrics, exchange
+from fabricamp.metrics.slots import Published
+from fabricamp.state import RunState, Scope, Stage
+from fabricamp.strategies.base import Environment
+from fabricamp.strategies.process_group import ProcessGroupStrategy
+from tests.distributed.ranks import run_ranks
+
+
+def build(scope=Scope.TRAIN_STEP, stage=Stage.FIT):
+    state = RunState()
+    state.scope, state.stage, state.batch = scope, stage, torch.zeros(1)
+    strategy = ProcessGroupStrategy()
+    environment = Environment(rank=dist.get_rank(), world_size=dist.get_world_size())
+    strategy.setup_environment(environment, torch.device("cpu"))
+    metrics = Metrics(state, strategy)
+    sunk = []
+    metrics.sinks.append(lambda values, step: sunk.append((dict(values), step)))
+    return metrics, state, dist.get_rank(), sunk
+
+
+def callbacks(metrics):
+    return {key: value.item() for key, value in metrics.callback_metrics.items()}
+
+
+def count_object_exchanges(metrics):
+    calls = []
+    strategy, gather = metrics._strategy, metrics._strategy.all_gather_object
+    strategy.all_gather_object = lambda value: calls.append(value) or gather(value)
+    return calls
+
+
+# Each check runs on every rank; all of them share one start of the processes.
+CHECKS = []
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def checks(names):
+    by_name = {function.__name__: function for function in CHECKS}
+    for name in names:
+        try:
+            by_name[name]()
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+
+
+def all_checks(world_size):
+    names = [function.__name__ for function in CHECKS]
+    run_ranks(functools.partial(checks, names), world_size)
+
+
+@check
+def epoch_values_equal_those_of_one_process():
+    """Ranks get batches of different sizes and different numbers of them."""
+    metrics, _, rank, _ = build()
+    generator = torch.Generator().manual_seed(7)
+    sizes = [5, 3, 8, 1, 4, 7, 2]
+    values = torch.rand(len(sizes), generator=generator) * 100
+    world = dist.get_world_size()
+    mine = [index for index in range(len(sizes)) if index % world == rank and not (rank == 1 and index > 4)]
+    seen = [index for index in range(len(sizes)) if not (index % world == 1 and index > 4)]
+    for index in mine:
+        kwargs = {"on_step": False, "on_epoch": True, "batch_size": sizes[index]}
+        metrics.log("mean", values[index], **kwargs)
+        metrics.log("float", values[index].item(), **kwargs)
+        for mode in ("sum", "min", "max"):
+            metrics.log(mode, values[index], reduce_fx=mode, **kwargs)
+        metrics.log("count", torch.tensor(2**30 + index), reduce_fx="sum", **kwargs)
+    numbers = values.double().tolist()
+    mean = sum(numbers[index] * sizes[index] for index in seen) / sum(sizes[index] for index in seen)
+    result = metrics.end_train_epoch(1)
+    assert result.pop("count") == sum(2**30 + index for index in seen)
+    assert result == pytest.approx(
+        {
+            "mean": mean,
+            "float": mean,
+            "sum": sum(numbers[index] for index in seen),
+            "min": min(numbers[index] for index in seen),
+            "max": max(numbers[index] for index in seen),
+        },
+        rel=1e-12,
+    )
+    assert len({str(one) for one in metrics._strategy.all_gather_object(callbacks(metrics))}) == 1
+
+
+@check
+def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks():
+    metrics, _, rank, sunk = build()
+    metrics.log("own", torch.tensor(float(rank)), prog_bar=True)
+    metrics.log("shared", torch.tensor(float(rank)), sync_dist=True, prog_bar=True)
+    metrics.log("total", rank + 1, sync_dist=True, reduce_fx="sum")
+    metrics.log("most", torch.tensor(rank), sync_dist=True, reduce_fx="max")
+    calls = count_object_exchanges(metrics)
+    metrics.flush(50)
+    world = dist.get_world_size()
+    mean, total = (world - 1) / 2, float(world * (world + 1) // 2)
+    expected = {"own": float(rank), "shared": mean, "total": total, "most": world - 1.0}
+    assert metrics.logged_metrics == expected
+    assert metrics.progress_bar_metrics == {"own": float(rank), "shared": mean}
+    assert callbacks(metrics) == expected | {"own": mean}
+    assert sunk == ([(expected, 50)] if rank == 0 else [])
+    assert calls == []
+
+
+@check
+def ranks_that_log_different_keys_agree_once():
+    metrics, _, rank, sunk = build()
+    calls = count_object_exchanges(metrics)
+    for step in range(3):
+        if rank == 0:
+            metrics.log("first", torch.tensor(1.0), sync_dist=True)
+            metrics.log("both", torch.tensor(1.0), sync_dist=True)
+        else:
+            metrics.log("both", torch.tensor(3.0), sync_dist=True)
+            metrics.log("other", 5.0, sync_dist=True, on_epoch=True, prog_bar=True)
+        metrics.flush(step)
+        world = dist.get_world_size()
+        both = (1.0 + 3.0 * (world - 1)) / world
+        expected = {"first": 1.0, "both": both, "other_step": 5.0}
+        assert metrics.logged_metrics == expected
+    assert metrics.end_train_epoch(3) == {"other_epoch": 5.0}
+    assert len(calls) == 1
+    if rank == 0:
+        assert [step for _, step in sunk] == [0, 1, 2, 3]
+        assert metrics.progress_bar_metrics == {"other_step": 5.0, "other_epoch": 5.0}
+
+
+@check
+def a_key_of_the_others_may_be_logged_here_later():
+    metrics, _, rank, _ = build()
+    if rank == 0:
+        metrics.log("late", torch.tensor(2.0), on_step=False, on_epoch=True)
+    assert metrics.end_train_epoch(1) == {"late": 2.0}
+    metrics.log("late", torch.tensor(float(rank)), on_step=False, on_epoch=True)
+    assert metrics.end_train_epoch(2) == {"late": (dist.get_world_size() - 1) / 2}
+
+
+@check
+def a_rank_without_any_batch_takes_part():
+    metrics, state, rank, _ = build(scope=Scope.EVAL_STEP)
+    metrics.clear_evaluation()
+    if rank == 0:
+        for value in (1.0, 3.0):
+            metrics.log("acc", torch.tensor(value), on_step=True, on_epoch=True)
+    assert metrics.end_evaluation(5) == {"acc_step": 3.0, "acc_epoch": 2.0}
+    metrics.flush(5)
+    assert metrics.evaluation_results(1) == [{"acc_step": 3.0, "acc_epoch": 2.0}]
+
+
+@check
+def nothing_logged_anywhere_is_fine():
+    metrics, _, _, sunk = build()
+    metrics.flush(1)
+    assert metrics.end_train_epoch(1) == {}
+    assert metrics.end_evaluation(1) == {}
+    assert sunk == []
+
+
+@check
+def rank_zero_only_counts_rank_zero_alone():
+    metrics, _, rank, _ = build()
+    for _ in range(2):
+        metrics.log("x", torch.tensor(float(rank + 1)), on_epoch=True, rank_zero_only=True)
+    metrics.flush(1)
+    assert callbacks(metrics) == {"x": 1.0, "x_step": 1.0}
+    assert metrics.end_train_epoch(1) == {"x_epoch": 1.0}
+
+
+@check
+def more_keys_than_fit_into_one_exchange_go_twice():
+    metrics, _, rank, sunk = build()
+    count = 200 if rank == 0 else 90
+    for index in range(count):
+        metrics.log(f"x{index}", torch.tensor(float(rank)), on_epoch=True, sync_dist=True)
+    metrics.flush(1)
+    world = dist.get_world_size()
+    expected = {f"x{index}_step": (world - 1) / 2 if index < 90 else 0.0 for index in range(200)}
+    assert metrics.logged_metrics == expected
+    result = metrics.end_train_epoch(2)
+    assert result == {f"x{index}_epoch": (world - 1) / 2 if index < 90 else 0.0 for index in range(200)}
+    assert {key for values, _ in sunk for key in values} == (set(expected) | set(result) if rank == 0 else set())
+
+
+@check
+def values_that_are_not_finite_reach_every_rank():
+    metrics, _, rank, _ = build()
+    bad = math.nan if rank == 1 else 1.0
+    for mode in ("mean", "sum", "min", "max"):
+        metrics.log(mode, torch.tensor(bad), on_epoch=True, on_step=False, reduce_fx=mode)
+    assert all(math.isnan(value) for value in metrics.end_train_epoch(1).values())
+
+
+@check
+def different_reductions_of_one_key_are_an_error_on_every_rank():
+    metrics, _, rank, _ = build()
+    metrics.log("x", 1.0, on_step=False, on_epoch=True, reduce_fx="sum" if rank == 0 else "mean")
+    with pytest.raises(DistributedError, match=r"'x'.*'sum'.*'mean'"):
+        metrics.end_train_epoch(1)
+
+
+@check
+def torchmetrics_objects_compute_over_all_ranks_or_say_who_lacks_them():
+    import torchmetrics
+
+    metrics, state, rank, _ = build(scope=Scope.EVAL_STEP)
+    mean = torchmetrics.MeanMetric()
+    for epoch in range(2):
+        for value in range(rank + 1):
+            mean(torch.tensor(float(value + epoch)))
+            metrics.log("mean", mean)
+        seen = [float(value + epoch) for other in range(dist.get_world_size()) for value in range(other + 1)]
+        assert metrics.end_evaluation(1) == {"mean": pytest.approx(sum(seen) / len(seen))}
+    if rank == 0:  # the other has the object from before: it has no values this time, but takes part
+        mean(torch.tensor(8.0))
+        metrics.log("mean", mean)
+    assert metrics.end_evaluation(2) == {"mean": 8.0}
+    if rank == 0:
+        metrics.log("lonely", torchmetrics.MeanMetric())
+    with pytest.raises(DistributedError, match=r"'lonely'.*\[1.*\] have not logged"):
+        metrics.end_evaluation(3)
+    with pytest.raises(ConfigError, match="sync_on_compute"):
+        metrics.log("local", torchmetrics.MeanMetric(sync_on_compute=False))
+
+
+@check
+def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
+    """The lag of a GPU with copies that arrive at once."""
+
+    class Event:
+        def synchronize(self):
+            pass
+
+    metrics, _, rank, sunk = build()
+    calls = count_object_exchanges(metrics)
+    start, exchange._start_copy = exchange._start_copy, lambda vector: (vector.clone(), Event())
+    try:
+        world = dist.get_world_size()
+        for step in range(1, 8):
+            metrics.poll(step)
+            assert len(calls) == min(max(step - 2, 0), 2)  # those under way when the ranks agree still need their own
+            metrics.log(f"only{rank}", torch.tensor(float(step)), sync_dist=True)
+            metrics.log("all", torch.tensor(float(step + rank)), sync_dist=True)
+            if step >= 3:
+                expected = {f"only{other}": step - 2.0 for other in range(world)}
+                assert metrics.logged_metrics == expected | {"all": step - 2 + (world - 1) / 2}
+            metrics.flush(step)
+        metrics.drain()
+        assert metrics.logged_metrics["all"] == 7 + (world - 1) / 2
+        if rank == 0:
+            assert [step for _, step in sunk] == list(range(1, 8))
+    finally:
+        exchange._start_copy = start
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks(world_size):
+    all_checks(world_size)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3), st.integers(0, 50)).filter(
+                lambda part: part[2] or part[:2] == (0.0, 0.0)
+            ),
+            min_size=3,
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_merge_weighs_as_one_process_would(ranks):
+    published = tuple(Published(mode, mode, False, mode, False, True, False) for mode in ("mean", "sum", "max"))
+    rows = [exchange.Row(published, *([part[index] for part in parts] for index in (0, 2, 1))) for parts in ranks]
+    merged = {value.published.mode: value.reduced for value in exchange.merge(rows)}
+    for index, mode in enumerate(("mean", "sum", "max")):
+        present = [parts[index] for parts in ranks if parts[index][2]]
+        if not present:
+            assert mode not in merged
+            continue
+        totals = [number + device for number, device, _ in present]
+        expected = {
+            "mean": sum(totals) / sum(weight for *_, weight in present),
+            "sum": sum(totals),
+            "max": max(max(number, device) for number, device, _ in present),
+        }[mode]
+        assert merged[mode] == pytest.approx(expected)

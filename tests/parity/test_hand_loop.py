@@ -1,0 +1,127 @@
+"""The first promise: after 200 steps the Trainer's weights are those of a hand-written loop, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.distributed.ranks import run_ranks
+from tests.small import data, quiet_trainer
+from fabricamp import TrainingModule, seed_everything
+
+STEPS = 200
+BATCH = 4
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adam_fused": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+}
+
+
+class Net(TrainingModule):
+    """Dropout and BatchNorm: random numbers and buffers have to agree as well."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)
+        )
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def hand_written(net, optimizer, batches_of_epoch, accumulate, clip):
+    """Loss divided by the number of micro-batches, torch's clip, the remainder of an epoch as a step of its own."""
+    step = 0
+    for epoch in itertools.count():
+        batches = list(batches_of_epoch(epoch))
+        for index, (x, y) in enumerate(batches):
+            ends = (index + 1) % accumulate == 0 or index + 1 == len(batches)
+            if index % accumulate == 0:
+                optimizer.zero_grad()
+            if ends or not hasattr(net, "no_sync"):
+                (F.cross_entropy(net(x), y) / accumulate).backward()
+            else:
+                with net.no_sync():
+                    (F.cross_entropy(net(x), y) / accumulate).backward()
+            if ends:
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+                step += 1
+                if step == STEPS:
+                    return
+
+
+def differences(module, twin):
+    return [name for name, value in module.state_dict().items() if not torch.equal(value, twin.state_dict()[name])]
+
+
+def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
+    seed_everything(7, verbose=False)
+    dataset = data(46)
+    module = Net(optimizer)
+    twin = copy.deepcopy(module)
+    loader = DataLoader(dataset, BATCH, shuffle=True)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices="auto",
+        max_steps=STEPS,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        log_every_n_steps=10,
+    )
+    trainer.fit(module, loader)
+    assert trainer.global_step == STEPS
+
+    torch.manual_seed(11)
+    net = DistributedDataParallel(twin.net) if world_size > 1 else twin.net
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)
+    own_loader = DataLoader(dataset, BATCH, sampler=sampler)
+
+    def batches_of_epoch(epoch):
+        sampler.set_epoch(epoch)
+        return own_loader
+
+    hand_written(net, OPTIMIZERS[optimizer](net.parameters()), batches_of_epoch, accumulate, clip)
+    return differences(module, twin)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_single(optimizer, accumulate, clip):
+    assert both_loops("single", optimizer, accumulate, clip) == []
+
+
+def every_combination(rank_of):
+    rank, world_size = rank_of()
+    return {
+        (optimizer, accumulate, clip): both_loops("ddp", optimizer, accumulate, clip, rank, world_size)
+        for optimizer, accumulate, clip in itertools.product(["sgd", "adamw"], [1, 4], [None, 0.1])
+    }
+
+
+def place():
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def test_ddp_on_two_ranks():
+    for results in run_ranks(every_combination, 2, place, timeout=240.0):
+        assert {combination: names for combination, names in results.items() if names} == {}

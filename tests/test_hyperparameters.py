@@ -1,0 +1,227 @@
+"""Hyperparameters: which arguments are kept, and which cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import enum
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from fabricamp.errors import ConfigError
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
+
+
+class Base(HyperparametersMixin):
+    def __init__(self, lr=0.1, depth=2):
+        self.save_hyperparameters()
+
+
+class Everything(HyperparametersMixin):
+    def __init__(self, first, *rest, named=1, **others):
+        local = first  # noqa: F841
+        self.save_hyperparameters()
+
+
+def test_all_arguments_and_nothing_else_are_kept():
+    assert Base(lr=0.5).hparams == {"lr": 0.5, "depth": 2}
+    assert Everything(1, 2, 3, named=4, other=5).hparams == {"first": 1, "named": 4, "other": 5}
+    assert Base().hparams_name is None
+    assert Base().logs_hyperparameters
+
+
+def test_nothing_is_kept_where_nothing_was_asked():
+    class Plain(HyperparametersMixin):
+        pass
+
+    assert Plain().hparams == {}
+    assert not Plain().logs_hyperparameters
+
+
+def test_names_and_ignore():
+    class Chosen(HyperparametersMixin):
+        def __init__(self, lr, net, width, logger=False):
+            self.save_hyperparameters("lr", "width", logger=logger)
+
+    class Ignoring(HyperparametersMixin):
+        def __init__(self, lr, net, act=None, ignore=("net", "act")):
+            self.save_hyperparameters(ignore=ignore)
+
+    assert Chosen(1, nn.Linear(1, 1), 2).hparams == {"lr": 1, "width": 2}
+    assert not Chosen(1, None, 2).logs_hyperparameters
+    assert Ignoring(1, nn.Linear(1, 1), print).hparams == {"lr": 1, "ignore": ("net", "act")}
+    assert Ignoring(1, nn.Linear(1, 1), ignore="net").hparams == {"lr": 1, "act": None, "ignore": "net"}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_class_and_base_both_save_and_the_classs_values_win(early):
+    class Derived(Base):
+        def __init__(self, lr, width=8):
+            if early:
+                self.save_hyperparameters()
+            super().__init__(lr=lr * 10, depth=5)
+            if not early:
+                self.save_hyperparameters()
+
+    assert Derived(1.0).hparams == {"lr": 1.0, "width": 8, "depth": 5}
+
+
+def test_a_base_does_not_read_the_frame_of_the_derived_class():
+    class Derived(Base):
+        def __init__(self, secret):
+            super().__init__(lr=0.3)
+
+    assert Derived("word").hparams == {"lr": 0.3, "depth": 2}
+
+
+def test_modules_and_closures():
+    class Net(HyperparametersMixin, nn.Module):
+        def __init__(self, width, scale=2):
+            self.save_hyperparameters()
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+            self.factor = lambda: scale * width
+
+    net = Net(3)
+    assert net.hparams == {"width": 3, "scale": 2}
+    assert list(net.state_dict()) == ["layer.weight", "layer.bias"]
+    del net.factor
+    assert copy.deepcopy(net).hparams == net.hparams
+    assert copy.deepcopy(net).hparams is not net.hparams
+
+
+def test_dataclasses():
+    @dataclasses.dataclass
+    class Data(HyperparametersMixin):
+        folder: str
+        batch_size: int = 4
+        salt: dataclasses.InitVar[int] = 1
+        derived: int = dataclasses.field(init=False, default=0)
+
+        def __post_init__(self, salt):
+            self.save_hyperparameters(ignore="folder")
+
+    assert Data("here", salt=7).hparams == {"batch_size": 4, "salt": 7}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lr": 1, "net": {"width": 2}},
+        argparse.Namespace(lr=1, net={"width": 2}),
+        OmegaConf.create({"lr": 1, "net": {"width": "${width}"}, "width": 2}),
+        Hyperparameters({"lr": 1, "net": {"width": 2}}),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_containers(config):
+    class Configured(HyperparametersMixin):
+        def __init__(self, config, other=3):
+            self.save_hyperparameters(config, ignore="width")
+
+    configured = Configured(config)
+    assert configured.hparams == {"lr": 1, "net": {"width": 2}}
+    assert configured.hparams.net.width == 2
+    assert configured.hparams_name == "config"
+    assert type(configured.hparams["net"]) is Hyperparameters
+
+
+def test_omegaconf_values_become_plain():
+    class Net(HyperparametersMixin):
+        def __init__(self, optimizer):
+            self.save_hyperparameters()
+
+    hparams = Net(OmegaConf.create({"betas": [0.9, 0.99]})).hparams
+    assert hparams == {"optimizer": {"betas": [0.9, 0.99]}}
+    assert type(hparams.optimizer.betas) is list
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Word(enum.StrEnum):
+    YES = "yes"
+
+
+def test_values_load_from_a_checkpoint():
+    class Net(HyperparametersMixin):
+        def __init__(self, **values):
+            self.save_hyperparameters()
+
+    values = {
+        "half": np.float64(0.5),
+        "three": np.int64(3),
+        "true": np.bool_(True),
+        "level": Level.LOW,
+        "word": Word.YES,
+        "nested": {"tensor": torch.ones(2), "tuple": (1, [2.0, None]), 4: "four"},
+        "complex": 1j,
+    }
+    hparams = Net(**values).hparams
+    assert [type(hparams[name]) for name in ("half", "three", "true", "level", "word")] == [float, int, bool, int, str]
+    file = io.BytesIO()
+    torch.save(dict(hparams), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["nested"]["tuple"] == (1, [2.0, None])
+    assert Net(folder=Path("here")).hparams.folder == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (nn.Linear(1, 1), "'value' is a Linear"),
+        (print, "'value' is a builtin_function_or_method"),
+        ([1, {"deep": nn.ReLU()}], r"'value\[1\]\.deep' is a ReLU"),
+        ({object(): 1}, "'value key' is a object"),
+        (np.zeros(2), "'value' is a ndarray"),
+        ({1, 2}, "'value' is a set"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_is_named(value, said):
+    class Net(HyperparametersMixin):
+        def __init__(self, value, lr=1):
+            self.save_hyperparameters()
+
+    with pytest.raises(ConfigError, match=said + r".*ignore=\['value'\]"):
+        Net(value)
+
+
+def test_misuse_is_named():
+    class Named(HyperparametersMixin):
+        def __init__(self, learning_rate, *names):
+            self.save_hyperparameters(*names)
+
+        def later(self):
+            self.save_hyperparameters()
+
+    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
+        Named(1, "lerning_rate")
+    with pytest.raises(ConfigError, match="got a int"):
+        Named(1, 3)
+    with pytest.raises(ConfigError, match=r"called in later\(\); call it in the __init__"):
+        Named(1).later()
+
+
+def test_attributes():
+    hparams = Hyperparameters({"lr": 0.1, "net": {"width": 2}})
+    hparams.lr = 0.2
+    hparams.extra = {"a": 1}
+    assert hparams == {"lr": 0.2, "net": {"width": 2}, "extra": {"a": 1}}
+    assert hparams.extra.a == 1
+    del hparams.extra
+    with pytest.raises(AttributeError, match="did you mean 'net'"):
+        _ = hparams.nett
+    assert not hasattr(hparams, "extra")
+    for copied in (copy.deepcopy(hparams), pickle.loads(pickle.dumps(hparams)), copy.copy(hparams)):
+        assert copied == hparams
+        assert type(copied) is Hyperparameters
+        assert copied.net.width == 2

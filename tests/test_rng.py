@@ -1,0 +1,140 @@
+"""Random numbers: seeding, capture and restore bit for bit, isolation, determinism."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.rng import (
+    capture_rng,
+    deterministic_mode,
+    global_seed,
+    isolate_rng,
+    restore_rng,
+    seed_everything,
+    seed_worker,
+    seeds_workers,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with isolate_rng():
+        yield
+
+
+def draw():
+    numbers = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    numbers.append(float(torch.rand(())))
+    if torch.cuda.is_available():
+        numbers.append(float(torch.rand((), device="cuda")))
+    return numbers
+
+
+def test_seeding_repeats_everything_and_is_shared():
+    assert global_seed() == 0
+    assert seed_everything(42) == 42
+    first = draw()
+    assert global_seed() == 42
+    assert seed_everything() == 42
+    assert draw() == first
+    seed_everything(43)
+    assert draw() != first
+    code = "from fabricamp.rng import seed_everything; print(seed_everything())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "43\n"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, "many", None])
+def test_wrong_seeds_are_refused(seed, monkeypatch):
+    monkeypatch.setenv("FABRICAMP_GLOBAL_SEED", "-7")
+    with pytest.raises(ConfigError, match=r"integer from 0 to 4294967295"):
+        seed_everything(seed)
+
+
+def test_capture_and_restore_are_bit_exact_through_a_checkpoint():
+    seed_everything(1)
+    draw()  # leaves a second gaussian waiting in Python's and in NumPy's generator
+    file = io.BytesIO()
+    torch.save(capture_rng(), file)
+    expected = [draw() for _ in range(3)]
+    seed_everything(2)
+    file.seek(0)
+    restore_rng(torch.load(file, weights_only=True))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_restore_leaves_out_devices_that_are_not_here():
+    state = capture_rng()
+    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 20 if not torch.cuda.is_available() else state["cuda"]
+    restore_rng(state)
+
+
+def test_isolation_holds_when_the_body_raises():
+    seed_everything(3)
+    expected = draw()
+    seed_everything(3)
+    with contextlib.suppress(KeyError), isolate_rng():
+        draw()
+        raise KeyError
+    assert draw() == expected
+
+
+def test_workers_are_seeded_by_their_seed_and_rank():
+    def drawn(base, rank):
+        torch.manual_seed(base)
+        seed_worker(0, rank)
+        return tuple(draw()[:5])
+
+    all_drawn = [drawn(base, rank) for base in range(4) for rank in range(4)]
+    assert len(set(all_drawn)) == 16
+    assert len({number for numbers in all_drawn for number in numbers}) == 16 * 5
+    assert drawn(2, 3) == all_drawn[2 * 4 + 3]
+
+
+def test_seeding_of_workers_can_be_left_to_torch():
+    assert seeds_workers()
+    seed_everything(0, workers=False)
+    assert not seeds_workers()
+    seed_everything(0)
+    assert seeds_workers()
+
+
+@pytest.mark.parametrize(("mode", "warn_only"), [(True, False), ("warn", True)])
+def test_deterministic_mode_comes_and_goes(mode, warn_only):
+    torch.backends.cudnn.benchmark = True
+    with deterministic_mode(mode):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    torch.backends.cudnn.benchmark = False
+
+
+def test_no_determinism_leaves_the_process_as_it_is(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic_mode(True, benchmark=True):
+        assert torch.backends.cudnn.benchmark
+        with deterministic_mode(False):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.backends.cudnn.benchmark
+        with deterministic_mode(False, benchmark=False):
+            assert not torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    with pytest.raises(ConfigError, match="deterministic='yes'"), deterministic_mode("yes"):
+        pass

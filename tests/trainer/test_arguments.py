@@ -1,0 +1,106 @@
+"""Every argument of the Trainer is checked where it is given: what was given, what is allowed, what to change."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from fabricamp import Callback, ConfigError, Trainer
+from fabricamp.callbacks import ModelCheckpoint
+from tests.small import QUIET
+
+WRONG = {
+    "accelerator": ["cup", 3],
+    "devices": [0, -2, "many", [0, 0], 1.5],
+    "num_nodes": [0, "2", 1.0],
+    "strategy": ["dpp", 3],
+    "precision": ["O7", "01", 17],
+    "max_epochs": [-2, 1.5, "3", True],
+    "max_steps": [-2, None, "3"],
+    "max_time": ["1:00", 5, {"hour": 1}, "0:0:0:x"],
+    "min_epochs": [-1, 0.5],
+    "min_steps": [-1, "1"],
+    "limit_train_batches": [-1, 1.5, "all", True],
+    "limit_val_batches": [-0.1, "all"],
+    "limit_test_batches": [2.5],
+    "limit_predict_batches": [-3],
+    "fast_dev_run": [-1, "yes", 0.5],
+    "overfit_batches": [-1, 1.5],
+    "val_check_interval": [0, -1, 1.5, "00:10:00"],
+    "check_val_every_n_epoch": [0, -1, 0.5],
+    "num_sanity_val_steps": [-2, 0.5],
+    "log_every_n_steps": [0, -1, 1.0],
+    "accumulate_grad_batches": [0, -1, 2.0, {0: 2}],
+    "gradient_clip_val": [-1, "1", float("inf")],
+    "gradient_clip_algorithm": ["nrom", 2],
+    "logger": ["tensorboard", 3, [None]],
+    "callbacks": [Callback, 3, "no_such_callback", [None]],
+    "enable_checkpointing": ["yes", 2],
+    "enable_progress_bar": [None],
+    "enable_model_summary": ["no"],
+    "start_method": ["popen", None],
+    "deterministic": ["yes", 1],
+    "benchmark": ["yes"],
+    "detect_anomaly": ["yes"],
+    "use_distributed_sampler": [None],
+    "sync_batchnorm": ["yes"],
+    "inference_mode": [0],
+    "default_root_dir": [3],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_value_is_an_error_that_names_the_argument_and_the_value(name, value):
+    with pytest.raises(ConfigError) as error:
+        Trainer(**{**QUIET, "enable_checkpointing": True, name: value})
+    message = str(error.value)
+    assert name in message
+    assert len(message) > len(name) + 20
+
+
+def test_the_list_of_wrong_values_misses_no_argument():
+    parameters = inspect.signature(Trainer.__init__).parameters.values()
+    assert {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} == set(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("max_epoch", "max_epochs"), ("precison", "precision"), ("gradient_clip", "gradient_clip_val"), ("callback", "callbacks")]
+)
+def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
+    with pytest.raises(ConfigError, match=f"no argument '{typo}'; did you mean '{meant}'"):
+        Trainer(**QUIET, **{typo: 1})
+
+
+@pytest.mark.parametrize(("name", "typo", "meant"), [("precision", "01", "O1"), ("strategy", "dpp", "ddp"), ("accelerator", "gppu", "gpu")])
+def test_a_misspelt_name_gets_the_nearest_one(name, typo, meant):
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        Trainer(**{**QUIET, name: typo})
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ConfigError, match="devices=99|no GPU"):
+        Trainer(**{**QUIET, "accelerator": "gpu", "devices": 99})
+
+
+def test_several_nodes_need_a_starter():
+    with pytest.raises(ConfigError, match="torchrun"):
+        Trainer(**{**QUIET, "num_nodes": 2})
+
+
+def test_a_checkpoint_callback_contradicts_enable_checkpointing_false():
+    with pytest.raises(ConfigError, match="enable_checkpointing=False"):
+        Trainer(**QUIET, callbacks=ModelCheckpoint())
+
+
+def test_single_cannot_have_two_processes():
+    with pytest.raises(ConfigError, match="single"):
+        Trainer(**{**QUIET, "devices": 2}, strategy="single")
+
+
+def test_defaults_are_accepted_and_limits_are_whole_numbers(tmp_path):
+    trainer = Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path)
+    assert trainer.max_epochs == 1000
+    assert Trainer(**QUIET, max_steps=5).max_epochs == float("inf")
+    assert Trainer(**QUIET, max_epochs=-1).max_epochs == float("inf")
+    assert list(tmp_path.iterdir()) == []
