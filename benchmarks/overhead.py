@@ -108,7 +108,7 @@ def module_class(base):
 
 
 def frames_to_here():
-    """How many frames, in how many files, lie between `fit` and `training_step` (torch's and the contextlib's not counted)."""
+    """How many frames, in how many files, lie between `fit` and `training_step` (those of torch and contextlib not counted)."""
     stack = traceback.extract_stack()
     start = next(index for index, frame in enumerate(stack) if frame.name == "fit")
     ours = [frame for frame in stack[start:-2] if not {"torch", "contextlib.py"} & set(Path(frame.filename).parts)]

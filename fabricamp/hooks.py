@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import move_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 

@@ -83,6 +83,7 @@ class FitLoop:
         self.limits = parts.limits
         self._accumulate = parts.limits.accumulate
         self._buffers = parts.precision.accumulation_buffers()
+        self._wrapped = parts.step
         self._step = _with_index(parts.step, parts.module.training_step)
         self._optimizer = parts.optimizers[0] if parts.optimizers and parts.module.automatic_optimization else None
         self._bind_hooks(parts.hooks)
@@ -132,6 +133,7 @@ class FitLoop:
             state.scope = Scope.TRAIN_EPOCH
             set_epoch(self.parts.loader, state.epoch)
             call_all(epoch_start)
+            self._follow_freezing()
             complete = self._run_epoch()
             state.scope = Scope.TRAIN_EPOCH
             call_all(epoch_end)
@@ -147,6 +149,13 @@ class FitLoop:
         self._report_skips()
         self.metrics.drain()
         call_all(hooks("on_train_end"))
+
+    def _follow_freezing(self) -> None:
+        """Hooks may have frozen or unfrozen parameters; the strategy then wraps the step anew."""
+        wrapped = self.strategy.rewrap_module(self._wrapped)
+        if wrapped is not self._wrapped:
+            self._wrapped = wrapped
+            self._step = _with_index(wrapped, self.parts.module.training_step)
 
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
@@ -179,13 +188,16 @@ class FitLoop:
                 self._stepped = False
                 if self._done(in_epoch=True):
                     break
-        if state.batch is None and not state.batch_idx:
-            raise ConfigError(
-                f"the train loader gave no batch in epoch {state.epoch}; check the data set and the batch size (an iterator is used "
-                "up after one pass: give a loader that can be iterated again)"
-            )
+        self._check_fed()
         state.batch = None
         return last
+
+    def _check_fed(self) -> None:
+        if self.state.batch is None and not self.state.batch_idx:
+            raise ConfigError(
+                f"the train loader gave no batch in epoch {self.state.epoch}; check the data set and the batch size (an iterator "
+                "is used up after one pass: give a loader that can be iterated again)"
+            )
 
     def _done(self, *, in_epoch: bool = False) -> bool:
         state, limits = self.state, self.limits

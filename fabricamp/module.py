@@ -120,7 +120,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Makes the update.  The forward is over: the closure returns the loss that was computed."""
-        optimizer.step(closure=optimizer_closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
+        optimizer.step(closure=optimizer_closure)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -169,12 +169,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             for parameter in owned_parameters(other):
                 if id(parameter) not in mine and parameter.requires_grad:
                     self._toggled.append(parameter)
-                    parameter.requires_grad_(requires_grad=False)
+                    parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer | None = None) -> None:
         """Gives back what :meth:`toggle_optimizer` froze."""
         while self._toggled:
-            self._toggled.pop().requires_grad_(requires_grad=True)
+            self._toggled.pop().requires_grad_(True)
 
     @contextlib.contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
@@ -191,12 +191,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def freeze(self) -> None:
         """Freezes every parameter and switches to evaluation."""
-        self.requires_grad_(requires_grad=False)
+        self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
         """Unfreezes every parameter and switches to training."""
-        self.requires_grad_(requires_grad=True)
+        self.requires_grad_(True)
         self.train()
 
     # -- logging -----------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from fabricamp.optimization import (
     demands_closure,
     parse_optimizers,
 )
-from fabricamp.precision.base import Precision
 from fabricamp.rng import isolate_rng
 from fabricamp.snapshot import restore_callbacks, restore_counters, restore_training, restore_weights
 from fabricamp.source import DataSource, Source
@@ -69,6 +68,8 @@ class Session:
         if ckpt_path is not None:
             self._load(ckpt_path)
         self.module.to(self.strategy.device)
+        # Before any masters are taken: these have to be the same on every rank too.
+        self.strategy.share_module(self.module)
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
             self._synchronise_batchnorm()
         self.precision.accumulating = self.settings.accumulate_grad_batches > 1 and self.module.automatic_optimization
@@ -128,8 +129,12 @@ class Session:
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
         self.precision.setup_optimizers(module, self.optimizers, self.strategy)
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
-        # The step is looked up through the module at the moment of the call, so that it can be wrapped before.
-        self.step = self.strategy.wrap_module(module, module.training_step, automatic=module.automatic_optimization)
+        self.step = self.strategy.wrap_module(
+            module,
+            module.training_step,
+            automatic=module.automatic_optimization,
+            accumulates=self.settings.accumulate_grad_batches > 1 or self.precision.accumulation_buffers() is not None,
+        )
 
     def _check_optimization(self) -> None:
         module, settings = self.module, self.settings
@@ -152,14 +157,12 @@ class Session:
             name = type(optimizer).__name__
             if settings.accumulate_grad_batches > 1:
                 raise ConfigError(
-                    f"{name} calls the forward itself, so accumulate_grad_batches={settings.accumulate_grad_batches} cannot work with it"
+                    f"{name} calls the forward itself, which cannot work with accumulate_grad_batches > 1; give 1"
                 )
-            if type(self.precision) is not Precision and (
-                self.precision.lag or self.precision.gradient_holders(optimizer) != list(_parameters(optimizer))
-            ):
+            if not module.automatic_optimization and self.strategy.world_size > 1:
                 raise ConfigError(
-                    f"{name} calls the forward itself, which cannot work with dynamic loss scaling or fp32 masters "
-                    f"(precision={self.precision.name!r}); use precision='O0' or 'O4'"
+                    f"{name} calls the forward itself, which cannot work with several processes under manual optimization; "
+                    "use automatic optimization, or one process"
                 )
 
     def _restore(self, path: str | None) -> None:
@@ -304,11 +307,10 @@ class Session:
             self._call_setup("teardown")
         self.attachment.manual_backward = None
         self.precision.restore_module(self.module)
+        if not failed or self.strategy.world_size == 1:
+            # After a failure the other ranks may be anywhere: leaving the group would wait for them.
+            self.strategy.teardown()
         for one in self.trainer.loggers:
             if self.trainer.is_global_zero:
                 one.save()
                 one.close()
-
-
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

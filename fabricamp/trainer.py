@@ -230,7 +230,8 @@ class Trainer(TrainerProperties):
                 with interrupts(session.agreement):
                     if stage is Stage.FIT:
                         session.fit_loop().run()
-                        result = self._leave_fit(session)
+                        self._leave_fit(session)
+                        result = None
                     else:
                         result = self._evaluate(stage, session, **options)
         except BaseException as error:

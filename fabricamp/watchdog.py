@@ -129,7 +129,7 @@ class StopAgreement:
             self._publish(self._promise())
         keys = [_promise_key(rank) for rank in range(self._strategy.world_size)]
         if self._store.check(keys):
-            self._stop_at = self._state.hold_at
+            self._stop_at = max(int(value) for value in self._store.multi_get(keys))
             self._settled.set()
 
     def _promise(self) -> int:

@@ -43,7 +43,8 @@ def _in_worker(
     trainer: Trainer, stage: Stage, module: TrainingModule, call: tuple[Any, ...], options: dict[str, bool]
 ) -> dict[str, Any]:
     trainer.become_worker()
-    result = trainer.run(stage, module, *call, **options)
+    train, evaluation, datamodule, ckpt_path = call
+    result = trainer.run(stage, module, train, evaluation, datamodule, ckpt_path, **options)
     return {
         "result": result,
         "state_dict": {name: value.cpu() for name, value in module.state_dict().items()},

@@ -49,9 +49,11 @@ VALUES = st.recursive(
     | st.floats()
     | st.text(st.characters(exclude_categories=["Cs"]))
     | st.sampled_from([torch.float16, torch.Size([2, 3]), torch.device("cpu")]),
-    lambda inner: st.lists(inner)
-    | st.tuples(inner, inner)
-    | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])) | st.integers(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])) | st.integers(), inner)
+    ),
     max_leaves=20,
 )
 
@@ -64,7 +66,9 @@ def test_what_is_accepted_comes_back_equal(tmp_path_factory, value):
     assert repr(read_checkpoint(path)["value"]) == repr(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+)
 def test_tensors_keep_dtype_bits_and_sharing(tmp_path, dtype):
     flat = (torch.arange(20) % 2).to(dtype)
     write_checkpoint(tmp_path / "a.ckpt", {"state_dict": {"flat": flat, "view": flat[5:9]}})
@@ -152,7 +156,7 @@ def test_copy_and_link_outlive_a_new_original(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", state(2.0))
     assert read_checkpoint(tmp_path / "copy.ckpt")["state_dict"]["weight"][0] == 1
     assert read_checkpoint(tmp_path / "link.ckpt")["state_dict"]["weight"][0] == 2
-    assert os.readlink(tmp_path / "link.ckpt") == "a.ckpt"
+    assert (tmp_path / "link.ckpt").readlink() == Path("a.ckpt")
     assert names(tmp_path) == ["a.ckpt", "copy.ckpt", "link.ckpt"]
 
 
@@ -168,19 +172,16 @@ def test_copy_where_the_file_system_has_no_second_names(tmp_path, monkeypatch):
     assert not (tmp_path / "b.ckpt").samefile(tmp_path / "a.ckpt")
 
 
-def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 def test_a_full_disk_is_an_error_with_the_reason_and_the_old_file_stays(tmp_path):
     path = tmp_path / "a.ckpt"
     write_checkpoint(path, state(1.0))
+    write_checkpoint(tmp_path / "big.ckpt", state(2.0, size=100_000))
+    size = (tmp_path / "big.ckpt").stat().st_size
+    (tmp_path / "big.ckpt").unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for limit in (0, 600, 5_000, 100_000, 403_000):
+        for limit in (0, 600, 5_000, size // 2, size - 1):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
             with pytest.raises(CheckpointError, match=r"a\.ckpt: File too large; what stood there before is untouched"):
                 write_checkpoint(path, state(2.0, size=100_000))
@@ -193,7 +194,9 @@ def test_a_full_disk_is_an_error_with_the_reason_and_the_old_file_stays(tmp_path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 def test_no_space_left_on_a_real_file_system(tmp_path):
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False, capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False, capture_output=True
+    )
     if mount.returncode:
         pytest.skip("this container cannot mount")
     try:
@@ -208,7 +211,7 @@ def test_no_space_left_on_a_real_file_system(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="Not a directory"):
+    with pytest.raises(CheckpointError, match=r"File exists|Not a directory"):
         write_checkpoint(tmp_path / "file" / "a.ckpt", state())
     (tmp_path / "b.ckpt").mkdir()
     with pytest.raises(CheckpointError, match="Is a directory"):
@@ -225,7 +228,7 @@ def test_what_the_disk_changed_never_takes_the_place_of_a_good_file(tmp_path, mo
         file.write(b"\xff")
 
     monkeypatch.setattr(torch, "save", save_damaged)
-    with pytest.raises(CheckpointError, match="Bad CRC-32|checksum"):
+    with pytest.raises(CheckpointError, match=r"Bad CRC-32|checksum"):
         write_checkpoint(tmp_path / "a.ckpt", state(2.0))
     monkeypatch.undo()
     assert read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"][0] == 1
@@ -259,9 +262,10 @@ WRITER = """
 
 def test_kill_9_during_writes_leaves_files_that_load_or_are_ignored_by_name(tmp_path):
     pauses = random.Random(0)
-    seen_partial = 0
     for _ in range(4):
-        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE
+        )
         assert writer.stdout is not None
         for _ in range(3):
             writer.stdout.readline()
@@ -271,7 +275,6 @@ def test_kill_9_during_writes_leaves_files_that_load_or_are_ignored_by_name(tmp_
         writer.stdout.close()
         for name in names(tmp_path):
             if name.endswith(PARTIAL_SUFFIX):
-                seen_partial += 1
                 continue
             weight = read_checkpoint(tmp_path / name)["state_dict"]["weight"]
             assert (weight == weight[0]).all()
@@ -283,7 +286,7 @@ def test_kill_9_during_writes_leaves_files_that_load_or_are_ignored_by_name(tmp_
 def test_a_partial_file_whose_writer_lives_is_left_alone(tmp_path):
     from fabricamp.checkpoint import _partial_file
 
-    with _partial_file(tmp_path) as (name, file):
+    with _partial_file(tmp_path) as (name, _):
         write_checkpoint(tmp_path / "a.ckpt", state())
         assert name.exists()
     assert names(tmp_path) == ["a.ckpt"]
@@ -291,7 +294,7 @@ def test_a_partial_file_whose_writer_lives_is_left_alone(tmp_path):
 
 def test_missing_files_and_folders_are_named(tmp_path):
     write_checkpoint(tmp_path / "epoch=3.ckpt", state())
-    with pytest.raises(CheckpointError, match="did you mean 'epoch=3.ckpt'"):
+    with pytest.raises(CheckpointError, match=r"did you mean 'epoch=3\.ckpt'"):
         read_checkpoint(tmp_path / "epoch=4.ckpt")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         read_checkpoint(tmp_path / "none" / "a.ckpt")
@@ -323,7 +326,7 @@ class Bomb:
 def test_a_file_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {}, "hyper_parameters": Bomb()}, "a.ckpt")
-    with pytest.raises(CheckpointError, match="posix.system"):
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
         read_checkpoint("a.ckpt")
     torch.save({"state_dict": {}, "hyper_parameters": argparse.Namespace(lr=1)}, "a.ckpt")
     with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*weights_only=False"):
@@ -393,5 +396,5 @@ def test_plain():
 
 
 def test_importing_it_does_not_import_omegaconf():
-    done = run_python("import sys, fabricamp.checkpoint as c; c.plain({'a': 1}); sys.exit('omegaconf' in sys.modules)")
-    assert done.returncode == 0, done.stderr
+    code = "import sys, fabricamp.checkpoint as c; c.plain({'a': 1}); sys.exit('omegaconf' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

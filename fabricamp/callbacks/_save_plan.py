@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fabricamp.callbacks._rotation import Kept
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["Plan", "Planner"]
 
@@ -45,11 +49,12 @@ class Planner:
         kept = kept.without({file for file in kept.all() if not _exists(file)})
         moves: tuple[tuple[str, str], ...] = ()
         if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
-            if self.top_k > 0 and path in kept.files and path not in kept.add("", score, self.top_k, self.mode).scores:
+            staying = kept.files if self.top_k < 0 else kept.add("", score, self.top_k, self.mode).scores
+            leaving = frozenset(kept.files).difference(staying)
+            path = self._name(path, leaving)
+            if path in leaving:
                 aside = self._aside(path)
                 moves, kept = ((path, aside),), kept.renamed(path, aside)
-            else:
-                path = self._free(path)
             after = kept.add(path, score, self.top_k, self.mode)
         else:
             path, after = "", kept
@@ -60,7 +65,7 @@ class Planner:
     def _with_last(self, plan: Plan, kept: Kept, last: str) -> Plan:
         """``plan`` with the file of ``save_last``, keeping the one that it replaces until the next time."""
         old = "" if kept.last in kept.files else kept.last  # an exception's file is a file like others
-        last = last if last == old else self._free(last)
+        last = self._name(last, {old})
         moves, spare = plan.moves, ""
         if old == last:
             spare = self._aside(old) if _stands_alone(old, kept.spare) else ""
@@ -77,22 +82,22 @@ class Planner:
             remove=self._removable((*after.surplus(self.top_k), *sorted(dropped))),
         )
 
-    def _free(self, path: str) -> str:
-        """``path``, with a version where somebody's file has that name."""
-        return self._versioned(path) if self.versions else path
+    def _name(self, path: str, own: Collection[str]) -> str:
+        """``path``, with a version where a file has that name that is not one of ``own``."""
+        return self._versioned(path, own) if self.versions else path
 
     def _aside(self, path: str) -> str:
         """A free name for the good file whose name is about to be taken."""
         taken = Path(path)
-        return self._versioned(str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}")))
+        return self._versioned(str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}")), ())
 
-    def _versioned(self, path: str) -> str:
+    def _versioned(self, path: str, own: Collection[str]) -> str:
         wanted, version = Path(path), self.first_version
-        free = wanted
-        while _exists(str(free)):
-            free = wanted.with_name(f"{wanted.stem}{self.join}v{version}{wanted.suffix}")
+        name = path
+        while _exists(name) and name not in own:
+            name = str(wanted.with_name(f"{wanted.stem}{self.join}v{version}{wanted.suffix}"))
             version += 1
-        return str(free)
+        return name
 
     def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(path for path in paths if self.folder in Path(path).parents and not _same(path, self.protected))

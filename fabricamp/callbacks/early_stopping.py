@@ -124,7 +124,9 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(min_delta={self.min_delta!r}): give 0 or a positive number, whichever the mode"
             )
         if self.patience < 0:
-            raise ConfigError(f"EarlyStopping(patience={self.patience!r}): give the number of checks to wait, 0 or more")
+            raise ConfigError(
+                f"EarlyStopping(patience={self.patience!r}): give the number of checks to wait, 0 or more"
+            )
 
     def _at_train_epoch_end(self, trainer: Trainer) -> bool:
         if self._check_on_train_epoch_end is not None:

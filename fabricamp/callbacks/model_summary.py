@@ -117,7 +117,7 @@ class Summary:
             print(self)
             return
         if self.rows:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
             for index, column in enumerate(_COLUMNS):
                 table.add_column(column, justify="right" if index > 1 else "left", overflow="fold")
             for row in self.rows:

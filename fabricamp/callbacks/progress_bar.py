@@ -108,8 +108,10 @@ class ProgressBar(Callback):
         if train is None:
             return
         self._advance_train(trainer, trainer.state.batch_idx)
+        cut_short = train.total is not None and train.done < train.total
+        position = [("", train.position)] if cut_short else []
         time = ("", duration(monotonic() - train.started))
-        self._pending = [(train.label, ""), *_step_and_metrics(trainer), time, ("", train.mean_pace)]
+        self._pending = [(train.label, ""), *position, *_step_and_metrics(trainer), time, ("", train.mean_pace)]
         self._train = None
         self._write_pending()
 

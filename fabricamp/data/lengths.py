@@ -80,8 +80,8 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
 
     With ``loader``, ranks also have to agree on what a :class:`TrainSampler` shares out: dataset size and seed.
     """
-    sampler = getattr(loader, "sampler", None)
-    shared = (sampler.dataset_size, sampler.seed) if isinstance(sampler, TrainSampler) else None
+    samplers = [getattr(member, "sampler", None) for member in getattr(loader, "members", [loader])]
+    shared = [(sampler.dataset_size, sampler.seed) for sampler in samplers if isinstance(sampler, TrainSampler)]
     ranks = strategy.all_gather_object((length, shared))
     if len({rank_length for rank_length, _ in ranks}) > 1:
         counts = ", ".join(f"rank {rank}: {_count(rank_length)}" for rank, (rank_length, _) in enumerate(ranks))
@@ -89,7 +89,7 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
             f"{name} has different numbers of batches on the ranks ({counts}), so some would wait for ever for others; "
             "give each rank the same number of samples, or set a limit (int) that is at most the smallest number"
         )
-    if len({rank_shared for _, rank_shared in ranks}) > 1:
+    if any(rank_shared != shared for _, rank_shared in ranks):
         found = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
         raise DistributedError(
             f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({found}); "
@@ -124,5 +124,5 @@ def _count(length: float) -> str:
     return "unknown" if length == math.inf else str(int(length))
 
 
-def _sharing(shared: tuple[int, int] | None) -> str:
-    return "its own sampler" if shared is None else f"{shared[0]} samples, seed {shared[1]}"
+def _sharing(shared: list[tuple[int, int]]) -> str:
+    return " and ".join(f"{size} samples, seed {seed}" for size, seed in shared) or "its own sampler"

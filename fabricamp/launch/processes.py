@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -29,10 +30,9 @@ def run_script(num_processes: int) -> NoReturn:
     and its traceback is shown.
     """
     command, directory = rerun_command()
-    os.chdir(directory)
     # The agent fills in ${local_rank} in arguments: a doubled dollar comes out as the one that was given.
     arguments = tuple(word.replace("$", "$$") for word in command[1:])
-    with tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
+    with contextlib.chdir(directory), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         outcome = run_agent(num_processes, command[0], arguments, "script", Path(name))
         cause = find_cause(outcome.failures, Path(name), all_known=True)
     if cause is None:
@@ -67,6 +67,8 @@ def run_function(
         )
         # Of functions the agent reports one failure and ends the other ranks.
         cause = find_cause(outcome.failures, folder, all_known=False)
+        if cause is None and not (folder / "result").exists():
+            sys.exit(0)  # as the function did on rank 0
         if cause is None:
             return torch.load(folder / "result", weights_only=False)
     if outcome.interrupts and not cause.trace:
@@ -92,8 +94,12 @@ def _work(folder: Path, job: _Job | None) -> None:
         job = _load_job(folder)
     else:
         # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
-        torch.set_num_threads(1)
-    result = job.function(*job.args)
+        pass
+    try:
+        result = job.function(*job.args)
+    except KeyboardInterrupt:
+        # torch.multiprocessing would turn it into a good end without a result, for which the agent waits for ever.
+        sys.exit(128 + signal.SIGINT)
     if os.environ["RANK"] == "0":
         torch.save(result, folder / "result")
 
@@ -111,7 +117,7 @@ def _save_job(job: _Job, folder: Path) -> None:
 def _load_job(folder: Path) -> _Job:
     try:
         return _Job(*torch.load(folder / "job", weights_only=False))
-    except AttributeError as error:
+    except (AttributeError, ImportError) as error:
         raise ConfigError(
             f"a spawned process cannot find what is defined in this session ({error}); put the classes and functions "
             f"into a file that can be imported, or use start_method='fork'"

@@ -141,7 +141,8 @@ class Slot:
         if self.epoch is not None:
             self.epoch.clear()
         if self.metric is not None:
-            self.metric.reset()
+            with torch.inference_mode(mode=False):  # its new states must be tensors that training can change
+                self.metric.reset()
 
 
 class Table:

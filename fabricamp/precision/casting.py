@@ -117,7 +117,8 @@ def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool) -> list[nn
 def _walk(module: nn.Module, *, keep_batchnorm_fp32: bool, owned: bool = True) -> Iterator[nn.Module]:
     if _is_metric(module) or isinstance(module, _Loss) or (keep_batchnorm_fp32 and isinstance(module, _BatchNorm)):
         return
-    if owned or _has_parameters(module):
+    owned = owned or _has_parameters(module)
+    if owned:
         yield module
     calls_children_itself = hasattr(module, "training_step")
     for child in module.children():

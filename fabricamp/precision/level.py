@@ -126,7 +126,7 @@ class OptLevel(Precision):
         self.check_device(self._device.type)
         level = self.level
         if level.autocast is not None:
-            self._check_fp32(module)
+            self._check_autocast(module, level.autocast)
             self._autocast = Autocast(self._device.type, level.autocast)
         converted: set[int] = set()
         if level.cast_model_type is not None:
@@ -147,13 +147,20 @@ class OptLevel(Precision):
             )
             self.load_state_dict(self._saved)
 
-    def _check_fp32(self, module: nn.Module) -> None:
+    def _check_autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dtype in _HALF:
                 raise ConfigError(
-                    f"parameter {name} is {parameter.dtype} already, but precision {self.name!r} keeps fp32 weights; bring the module "
-                    "in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
+                    f"parameter {name} is {parameter.dtype} already, but precision {self.name!r} keeps fp32 weights; "
+                    "bring the module in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
                 )
+        # oneDNN, where torch's autocast sends an LSTM on CPUs, trains none in fp16.
+        lstm = next((name for name, one in module.named_modules() if isinstance(one, nn.LSTM)), None)
+        if lstm is not None and dtype is torch.float16 and self._device.type == "cpu":
+            raise ConfigError(
+                f"precision {self.name!r} on CPU with an LSTM ({lstm or type(module).__name__}), which torch cannot train in fp16 under "
+                "autocast there; use 'O4' (bfloat16), 'O2' or 'O0'"
+            )
 
     def _convert(self, module: nn.Module, dtype: torch.dtype) -> set[int]:
         """Converts weights and buffers; returns the ids of the parameters."""

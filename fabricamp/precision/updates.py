@@ -247,7 +247,7 @@ def _pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
     if value.is_sparse:
         value = value.coalesce()
         target.grad = torch.sparse_coo_tensor(
-            value.indices(), value.values().to(target.dtype, copy=True), value.shape, is_coalesced=True
+            value.indices(), value.values().to(target.dtype, copy=True), value.shape, is_coalesced=True, check_invariants=False
         )
         return value.values(), target.grad.values()
     if value.dtype == target.dtype:

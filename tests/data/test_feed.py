@@ -168,6 +168,17 @@ def test_closing_early_ends_the_workers():
     feed.close()
 
 
+def test_an_error_in_preparing_ends_the_workers_though_its_traceback_is_kept():
+    def fail(batch):
+        message = "cannot prepare"
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError) as kept:
+        list(Feed(DataLoader(Numbers(100), num_workers=2), prepare=fail))
+    assert kept.tb is not None
+    assert not multiprocessing.active_children()
+
+
 def test_a_loader_that_ends_before_its_length_is_refused():
     class Short:
         def __len__(self):
@@ -239,6 +250,15 @@ class TestPrefetch:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.stack(results).tolist() == [4.0 * (index + 1) for index in range(64)]
+
+    def test_the_step_waits_for_a_slow_copy(self):
+        def prepare(batch):
+            torch.cuda._sleep(200_000_000)
+            return self.move(batch) + 1
+
+        loader = DataLoader(torch.arange(4.0), batch_size=1, pin_memory=True)
+        results = [batch * 2 for batch in Feed(loader, prepare=prepare, device=self.device, prefetch=True)]
+        assert torch.cat(results).tolist() == [2, 4, 6, 8]
 
     def test_the_copy_does_not_wait_for_the_step(self):
         copied = []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from fabricamp.data import check_equal_lengths, check_limit, limit_batches, loader_length, wire_loader
+from fabricamp.data import CombinedLoader, check_equal_lengths, check_limit, limit_batches, loader_length, wire_loader
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import Strategy
 
@@ -110,15 +110,20 @@ def test_a_fraction_of_an_unknown_length_is_refused():
 
 
 def test_ranks_with_different_lengths_are_named():
-    check_equal_lengths(Ranks((4, None)), 4, "train_dataloaders")
+    check_equal_lengths(Ranks((4, [])), 4, "train_dataloaders")
     with pytest.raises(DistributedError, match=r"train_dataloaders .*rank 0: 4, rank 1: 5, rank 2: unknown"):
-        check_equal_lengths(Ranks((5, None), (math.inf, None)), 4, "train_dataloaders")
+        check_equal_lengths(Ranks((5, []), (math.inf, [])), 4, "train_dataloaders")
 
 
 def test_ranks_with_different_data_or_seeds_are_named():
     loader = wire_loader(DataLoader(range(10), shuffle=True), train=True, rank=0, world_size=2, seed=7)
-    check_equal_lengths(Ranks((5, (10, 7))), 5, "train_dataloaders", loader)
+    check_equal_lengths(Ranks((5, [(10, 7)])), 5, "train_dataloaders", loader)
     with pytest.raises(DistributedError, match="rank 0: 10 samples, seed 7, rank 1: 9 samples, seed 7"):
-        check_equal_lengths(Ranks((5, (9, 7))), 5, "train_dataloaders", loader)
+        check_equal_lengths(Ranks((5, [(9, 7)])), 5, "train_dataloaders", loader)
     with pytest.raises(DistributedError, match="rank 1: its own sampler"):
-        check_equal_lengths(Ranks((5, None)), 5, "train_dataloaders", loader)
+        check_equal_lengths(Ranks((5, [])), 5, "train_dataloaders", loader)
+    both = CombinedLoader([loader, loader])
+    with pytest.raises(
+        DistributedError, match=r"10 samples, seed 7 and 10 samples, seed 7, rank 1: 10 samples, seed 7 and 10 .* 8"
+    ):
+        check_equal_lengths(Ranks((5, [(10, 7), (10, 8)])), 5, "train_dataloaders", both)

@@ -63,7 +63,9 @@ def rounds(number):
         timer = threading.Timer(asked_at.get(rank, 0), agreement.request, [f"rank {rank}"])
         if rank in askers:
             timer.start()
-        train(state, agreement, batches, lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None)
+        train(
+            state, agreement, batches, lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None
+        )
         agreement.close()
         timer.cancel()
         assert state.hold_at == sys.maxsize

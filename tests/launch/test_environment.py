@@ -170,9 +170,16 @@ def test_first_host(nodelist, host):
     assert first_host(nodelist) == host
 
 
-@given(prefix=st.from_regex(r"[a-z]{1,5}-?", fullmatch=True), start=st.integers(0, 50), more=st.integers(0, 50), width=st.integers(1, 4))
+@given(
+    prefix=st.from_regex(r"[a-z]{1,5}-?", fullmatch=True),
+    start=st.integers(0, 50),
+    more=st.integers(0, 50),
+    width=st.integers(1, 4),
+)
 def test_first_host_of_a_range(prefix, start, more, width):
-    assert first_host(f"{prefix}[{start:0{width}d}-{start + more:0{width}d}],other[1-2]") == f"{prefix}{start:0{width}d}"
+    assert (
+        first_host(f"{prefix}[{start:0{width}d}-{start + more:0{width}d}],other[1-2]") == f"{prefix}{start:0{width}d}"
+    )
 
 
 def test_what_the_trainer_asks_for_has_to_fit():

@@ -22,7 +22,11 @@ class Ended:
 def write(folder, rank, time, message="ValueError: bad"):
     file = folder / "run" / str(rank) / "error.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": f"trace {rank}\n", "timestamp": "1"}}}))
+    file.write_text(
+        json.dumps(
+            {"message": {"message": message, "extraInfo": {"py_callstack": f"trace {rank}\n", "timestamp": "1"}}}
+        )
+    )
     os.utime(file, ns=(time, time))
 
 

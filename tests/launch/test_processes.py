@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,11 @@ def folder(tmp_path_factory):
 
 
 def start(folder, *command):
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_"))
+    }
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     variables.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
     return subprocess.Popen(
@@ -146,6 +150,28 @@ def test_failures_of_scripts(folder):
     assert "RuntimeError: after fit on" in err
 
 
+FUNCTION = """
+import os, signal, sys, time
+from fabricamp.launch import detect, run_function
+
+def wait():
+    interruptions = []
+    signal.signal(signal.SIGINT, lambda *_: interruptions.append(1))
+    print("ready", flush=True)
+    while not interruptions:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if sys.argv[1] == "stubborn":
+        raise KeyboardInterrupt
+    return len(interruptions)
+
+try:
+    print("result", run_function(wait, (), 2, "fork"))
+except KeyboardInterrupt:
+    print("keyboard interrupt")
+"""
+
+
 def wait_for(process, line, number):
     for _ in range(number):
         while process.stdout.readline().strip() != line:
@@ -153,13 +179,19 @@ def wait_for(process, line, number):
 
 
 def test_signals_to_the_starter(folder):
+    (folder / "function.py").write_text(FUNCTION)
     gentle, stubborn, ended = (start(folder, "train.py", word) for word in ("interrupt", "hang", "hang"))
-    for run in (gentle, stubborn, ended):
+    gentle_call, stubborn_call = (start(folder, "function.py", word) for word in ("gentle", "stubborn"))
+    runs = (gentle, stubborn, gentle_call, stubborn_call, ended)
+    for run in runs:
         wait_for(run, "ready", 2)
     # As a terminal does it: to the whole group in the foreground.
-    os.killpg(gentle.pid, signal.SIGINT)
-    os.killpg(stubborn.pid, signal.SIGINT)
+    for run in runs[:-1]:
+        os.killpg(run.pid, signal.SIGINT)
     os.kill(ended.pid, signal.SIGTERM)
+
+    assert finish(gentle_call) == (0, "result 1\n", "")
+    assert finish(stubborn_call) == (0, "keyboard interrupt\n", "")
 
     code, out, err = finish(gentle)
     assert (code, err) == (0, "")
@@ -183,7 +215,14 @@ def describe(value, tensor):
     total = torch.ones(1)
     dist.all_reduce(total)
     dist.destroy_process_group()
-    return {"value": value, "total": total, "tensor": tensor, "name": detect().name, "interactive": interactive(), "large": torch.ones(10**6)}
+    return {
+        "value": value,
+        "total": total,
+        "tensor": tensor,
+        "name": detect().name,
+        "interactive": interactive(),
+        "large": torch.ones(10**6),
+    }
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -221,7 +260,11 @@ def fail(how):
     ("how", "error", "message"),
     [
         ("configuration", ConfigError, r"^devices=7 is too many\n"),
-        ("value", DistributedError, r"rank 1 ended with exit code 1[\s\S]*in fail[\s\S]*ValueError: rank one is unwell"),
+        (
+            "value",
+            DistributedError,
+            r"rank 1 ended with exit code 1[\s\S]*in fail[\s\S]*ValueError: rank one is unwell",
+        ),
         ("kill", DistributedError, r"rank 1 was killed by SIGKILL"),
     ],
 )
@@ -229,6 +272,14 @@ def test_failures_of_functions(how, error, message, capfd):
     with pytest.raises(error, match=message):
         run_function(fail, (how,), 2, "fork")
     assert capfd.readouterr().err == ""
+
+
+def test_an_exit_of_the_function_is_an_exit_here():
+    with pytest.raises(SystemExit) as caught:
+        run_function(sys.exit, (0,), 2, "fork")
+    assert caught.value.code == 0
+    with pytest.raises(DistributedError, match="rank 0 ended with exit code 3"):
+        run_function(sys.exit, (3,), 1, "fork")
 
 
 def test_forked_functions_need_not_pickle_and_spawned_ones_say_so():
@@ -255,28 +306,29 @@ def test_start_methods_by_name():
 
 def test_start_method_of_plain_python(folder):
     """A script, ``-c``, stdin, and a function in a spawned process of ``-c``."""
-    question = "from fabricamp.launch import choose_start_method as c, script_can_rerun as s, interactive as i; print(c(), s(), i())"
+    names = "choose_start_method, script_can_rerun, interactive"
+    question = f"from fabricamp.launch import {names}\nfor one in ({names}): print(one(), end=' ')"
     (folder / "ask.py").write_text(question)
     of_script = start(folder, "ask.py")
     of_command = start(folder, "-c", question)
-    piped = subprocess.run([sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert finish(of_script)[:2] == (0, "script True False\n")
-    assert finish(of_command)[:2] == (0, "spawn False False\n")
-    assert piped.stdout == "spawn False False\n"
+    piped = subprocess.run(
+        [sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert finish(of_script)[:2] == (0, "script True False ")
+    assert finish(of_command)[:2] == (0, "spawn False False ")
+    assert piped.stdout == "spawn False False "
 
 
-def test_what_a_prompt_defines_cannot_be_spawned(folder):
-    code = """
-    from fabricamp.launch import run_function
-    def mine(): return 1
-    try:
-        run_function(mine, (), 2, "spawn")
-    except ValueError as error:
-        print(type(error).__name__, str(error).splitlines()[0])
-    """
-    code_, out, err = finish(start(folder, "-c", textwrap.dedent(code)))
-    assert code_ == 0, err
-    assert out.startswith("ConfigError a spawned process cannot find what is defined in this session")
+@pytest.mark.parametrize("where", ["json", "a_module_of_the_prompt"])
+def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where):
+    def mine():
+        return 1
+
+    monkeypatch.setitem(sys.modules, where, sys.modules.get(where, types.ModuleType(where)))
+    monkeypatch.setattr(sys.modules[where], "mine", mine, raising=False)
+    mine.__module__, mine.__qualname__ = where, "mine"
+    with pytest.raises(ConfigError, match="a spawned process cannot find what is defined in this session"):
+        run_function(mine, (), 1, "spawn")
 
 
 def test_pytest_itself_can_run_again():

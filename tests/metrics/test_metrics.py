@@ -6,8 +6,8 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -273,7 +273,8 @@ def test_no_graph_is_kept(run):
         return holder
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        loss = torch.ones(3, requires_grad=True).exp().sum()
+        leaf = torch.ones(3, requires_grad=True)
+        loss = (leaf * leaf).sum()
     run.log("x", loss, on_step=True, on_epoch=True, enable_graph=True)
     assert saved[0]() is not None
     del loss
@@ -281,10 +282,10 @@ def test_no_graph_is_kept(run):
 
 
 def test_every_kind_of_scalar_is_taken(run):
-    import numpy
+    import numpy as np
 
     values = {
-        "int": 3, "bool": True, "float": 0.5, "numpy": numpy.float32(0.25), "shape1": torch.tensor([1.5]),
+        "int": 3, "bool": True, "float": 0.5, "numpy": np.float32(0.25), "shape1": torch.tensor([1.5]),
         "shape11": torch.tensor([[2.5]]), "flag": torch.tensor(True), "half": torch.tensor(0.5, dtype=torch.half),
         "parameter": torch.nn.Parameter(torch.tensor(4.0)),
     }  # fmt: skip
@@ -302,7 +303,7 @@ def test_inference_mode_and_training_share_no_trouble(run):
         with torch.inference_mode():
             run.metrics.clear_evaluation()
             for index in range(70):
-                run.log(f"acc{index}", torch.tensor(float(index)) + 1)
+                run.log(f"acc{index}", torch.tensor(float(index)) + 1, reduce_fx="mean" if index else "min")
         values = run.metrics.end_evaluation(1)
         assert values["acc0"] == 1.0
         assert values["acc69"] == 70.0
@@ -332,7 +333,10 @@ def test_slots_are_reused(run):
 
 # -- batch sizes -------------------------------------------------------------------------------------------------------------
 
-Pair = namedtuple("Pair", "image label")
+
+class Pair(NamedTuple):
+    image: Tensor
+    label: Tensor
 
 
 @dataclasses.dataclass
@@ -491,6 +495,18 @@ def test_a_torchmetrics_object_of_an_evaluation_that_broke_off_starts_anew(run):
         mean.update(torch.tensor(value))
         run.log("mean", mean)
     assert run.metrics.end_evaluation(1) == {"mean": 2.0}
+
+
+def test_a_torchmetrics_object_reset_in_inference_mode_can_be_used_in_training(run):
+    import torchmetrics
+
+    run.state.scope = Scope.EVAL_STEP
+    mean = torchmetrics.MeanMetric()
+    with torch.inference_mode():
+        mean.update(torch.tensor(5.0))
+        run.log("mean", mean)
+        assert run.metrics.end_evaluation(1) == {"mean": 5.0}
+    mean.mean_value.add_(1.0)
 
 
 def test_a_torchmetrics_object_whose_value_is_no_scalar_is_named(run):

@@ -152,8 +152,19 @@ def a_key_of_the_others_may_be_logged_here_later():
 
 
 @check
+def a_rank_that_did_not_log_this_time_counts_for_nothing():
+    metrics, _, rank, _ = build()
+    for step in range(2):
+        if rank == 0 or step == 0:
+            metrics.log("mean", 100.0 if rank else 1.0, sync_dist=True)
+            metrics.log("max", 100.0 if rank else 1.0, sync_dist=True, reduce_fx="max")
+        metrics.flush(step)
+    assert metrics.logged_metrics == {"mean": 1.0, "max": 1.0}
+
+
+@check
 def a_rank_without_any_batch_takes_part():
-    metrics, state, rank, _ = build(scope=Scope.EVAL_STEP)
+    metrics, _, rank, _ = build(scope=Scope.EVAL_STEP)
     metrics.clear_evaluation()
     if rank == 0:
         for value in (1.0, 3.0):
@@ -218,7 +229,7 @@ def different_reductions_of_one_key_are_an_error_on_every_rank():
 def torchmetrics_objects_compute_over_all_ranks_or_say_who_lacks_them():
     import torchmetrics
 
-    metrics, state, rank, _ = build(scope=Scope.EVAL_STEP)
+    metrics, _, rank, _ = build(scope=Scope.EVAL_STEP)
     mean = torchmetrics.MeanMetric()
     for epoch in range(2):
         for value in range(rank + 1):

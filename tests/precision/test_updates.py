@@ -139,11 +139,16 @@ def reference(level: str, make_optimizer, clip, accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("level", "optimizer"),
+    [
+        (level, optimizer)
+        for level in ("O0", "O1", "O2", "O3", "O4", "O5")
+        for optimizer in OPTIMIZERS
+        if level != "O3" or optimizer == "sgd"  # Adam's eps of 1e-8 is 0 in half
+    ],
+)
 def test_equals_a_loop_by_hand(level, optimizer, clip, accumulate):
-    if level == "O3" and optimizer.startswith("adam"):
-        pytest.skip("Adam's eps of 1e-8 is 0 in half")
     make, limit = OPTIMIZERS[optimizer], CLIPS[clip]
     module, precision = task(), OptLevel(level)
     updated = [p for g in train(precision, module, make, limit, accumulate).param_groups for p in g["params"]]
@@ -155,3 +160,382 @@ def test_equals_a_loop_by_hand(level, optimizer, clip, accumulate):
             assert torch.equal(mine, theirs)
         else:
             torch.testing.assert_close(mine, theirs, rtol=2e-3 if mine.dtype != torch.float32 else 1e-5, atol=1e-5)
+
+
+def overflow(module) -> None:
+    next(module.parameters()).grad.view(-1)[3] = float("inf")
+
+
+def snapshot(module, optimizer):
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [v for p in updated for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in [*module.parameters(), *updated, *state]]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_skipped_and_told_two_windows_later(level, optimizer, accumulate, seen):
+    module, precision = task(), OptLevel(level)
+    stepped = start(precision, module, OPTIMIZERS[optimizer], accumulate)
+    data, told = batches(6 * accumulate), []
+    for index in range(6):
+        micro, bad = data[index * accumulate : (index + 1) * accumulate], index == 2
+        before = snapshot(module, stepped)
+        told.append(
+            window(
+                precision, module, stepped, micro, Clip(1.0), overflow if bad else None, (lambda *_: None) if seen else None
+            )
+        )
+        after = snapshot(module, stepped)
+        same = [torch.equal(old, new) for old, new in zip(before, after)] if len(before) == len(after) else [False]
+        assert all(same) if bad else not all(same)
+    assert told[:2] == [None, None]
+    assert [verdict.applied for verdict in told[2:]] == [True, True, False, True]
+    assert [verdict.scale for verdict in told[2:]] == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert [(v.applied_steps, v.skipped_steps) for v in told[2:]] == [(1, 0), (2, 0), (2, 1), (3, 1)]
+    assert (precision.applied_steps, precision.skipped_steps, precision.scale) == (3, 1, 2.0**15)
+    pending = precision.drain()
+    assert [(v.applied_steps, v.skipped_steps) for v in pending] == [(4, 1), (5, 1)]
+    assert window(precision, module, stepped, data[:accumulate]) == pending[0]
+
+
+def test_fused_sgd_survives_an_overflow_in_its_first_step():
+    # torch leaves the momentum buffers of a skipped first step uninitialised.
+    weights = []
+    for spoiled in (True, False):
+        module, precision = task(), OptLevel("O1")
+        optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True))
+        data = batches(3)
+        if spoiled:
+            window(precision, module, optimizer, data[:1], spoil=overflow)
+            module.load_state_dict(task().state_dict())  # BatchNorm saw a batch
+            precision._scaler.state.scale.fill_(2.0**16)
+        for batch in data[1:]:
+            window(precision, module, optimizer, [batch])
+        weights.append(snapshot(module, optimizer))
+    for skipped, never in zip(*weights):
+        assert torch.equal(skipped, never)
+
+
+def test_fused_sgd_with_dampening_asks_the_host_until_its_buffers_are_there(monkeypatch):
+    module, precision = task(), OptLevel("O1")
+    optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, fused=True))
+    reads = count_host_reads(monkeypatch)
+    counts = []
+    for batch in batches(3):
+        reads.clear()
+        window(precision, module, optimizer, [batch])
+        counts.append(len(reads))
+    assert counts == [1, 0, 0]
+
+
+def count_host_reads(monkeypatch):
+    reads = []
+    for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _original=original, _name=name, **kwargs):
+            reads.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    return reads
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_nothing_is_read_by_the_host(monkeypatch, level, name, accumulate):
+    module, precision = task(), OptLevel(level)
+    optimizer = start(precision, module, lambda p: getattr(torch.optim, name)(p, lr=0.01, fused=True), accumulate)
+    data = batches(4 * accumulate)
+    window(precision, module, optimizer, data[:accumulate])
+    reads = count_host_reads(monkeypatch)
+    for index in range(1, 4):
+        window(precision, module, optimizer, data[index * accumulate : (index + 1) * accumulate], Clip(1.0))
+    assert reads == []
+
+
+def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
+    module, precision = task(), OptLevel("O1")
+    optimizer = start(precision, module, OPTIMIZERS["sgd"])
+    reads = count_host_reads(monkeypatch)
+    for batch in batches(3):
+        window(precision, module, optimizer, [batch])
+    assert reads.count("item") == 3
+    assert len(caplog.messages) == 1
+    assert "fused=True" in caplog.text
+
+
+def test_an_overridden_step_runs_only_when_finite():
+    module, precision = task(), OptLevel("O2")
+    optimizer = start(precision, module, OPTIMIZERS["adam_fused"])
+    calls = []
+
+    def run() -> None:
+        calls.append(1)
+        optimizer.step()
+
+    for index, batch in enumerate(batches(3)):
+        loss = precision.forward(module.training_step, batch)
+        optimizer.zero_grad()
+        precision.backward(loss)
+        if index == 1:
+            overflow(module)
+        precision.step(optimizer, run=run)
+        precision.close_window(loss)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_looking_at_gradients_changes_nothing_and_shows_unscaled_ones(level, clip):
+    weights, shown = [], {}
+    for look in (None, lambda module, _: shown.update({n: p.grad.clone() for n, p in module.named_parameters()})):
+        module, precision = task(), OptLevel(level, loss_scale="dynamic")
+        optimizer = start(precision, module, OPTIMIZERS["sgd"])
+        for batch in batches(3):
+            window(precision, module, optimizer, [batch], CLIPS[clip], look=look)
+        weights.append(snapshot(module, optimizer))
+    exact = clip != "norm" and level != "O3"
+    for plain, looked in zip(*weights):
+        torch.testing.assert_close(plain, looked, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-3)
+    assert all(gradient.abs().max() < 10 for gradient in shown.values())  # the scale is 65536
+
+
+@pytest.mark.parametrize("how", ["parameters", "optimizer", "replaced"])
+def test_edits_of_shown_gradients_count(how):
+    def halve(module, optimizer):
+        for p in module.parameters() if how != "optimizer" else [p for g in optimizer.param_groups for p in g["params"]]:
+            if how == "replaced":
+                p.grad = p.grad * 0.5
+            else:
+                p.grad.mul_(0.5)
+
+    weights = []
+    for rate, look in ((0.05, None), (0.1, halve)):
+        module, precision = task(), OptLevel("O2")
+        optimizer = start(precision, module, lambda p, rate=rate: torch.optim.SGD(p, lr=rate))
+        for batch in batches(3):
+            window(precision, module, optimizer, [batch], look=look)
+        weights.append(snapshot(module, optimizer))
+    for expected, edited in zip(*weights):
+        assert torch.equal(expected, edited)
+
+
+def test_sums_keep_what_half_would_lose():
+    # 2048 + 1 = 2048 in half; the weight's gradient is the sum of the inputs.
+    module = nn.Linear(1, 1, bias=False)
+    precision = OptLevel("O2", loss_scale=1.0)
+    optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=1.0), accumulate=3)
+    before = module.weight.float().item()
+    optimizer.zero_grad()
+    for value in (2048.0, 1.0, 1.0):
+        loss = precision.forward(lambda x: module(x).sum(), torch.tensor([[value]]))
+        precision.backward(loss)
+        precision.accumulate()
+    precision.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].item() == before - 2050
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_several_losses_have_a_scale_each(level):
+    module, precision = task(), OptLevel(level, num_losses=2)
+    optimizer = start(precision, module, OPTIMIZERS["adam_fused"])
+    data = batches(8)
+    for index in range(4):
+        optimizer.zero_grad()
+        for loss_id in (0, 1):
+            loss = precision.forward(module.training_step, data[2 * index + loss_id])
+            precision.backward(loss * (float("inf") if (index, loss_id) == (1, 1) else 1.0), loss_id)
+        before = snapshot(module, optimizer)
+        precision.step(optimizer)
+        same = [torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer))]
+        assert all(same) == (index == 1)
+        verdict = precision.close_window(loss)
+    assert [state.scale.item() for state in precision._scaler.losses] == [2.0**16, 2.0**15]
+    assert not verdict.applied
+    assert precision.state_dict()["scaler"]["scalers"][1]["skipped"].item() == 1
+
+
+def test_several_losses_add_up():
+    weights = []
+    for losses in (1, 2):
+        module, precision = task(), OptLevel("O2", num_losses=losses, loss_scale="dynamic")
+        optimizer = start(precision, module, OPTIMIZERS["sgd"], accumulate=2 if losses == 1 else 1)
+        for pair in (batches(2), batches(4)[2:]):
+            optimizer.zero_grad()
+            for loss_id, batch in enumerate(pair):
+                precision.backward(precision.forward(module.training_step, batch), loss_id if losses == 2 else 0)
+                if losses == 1:
+                    precision.accumulate()
+            precision.step(optimizer)
+        weights.append(snapshot(module, optimizer))
+    for one, two in zip(*weights):
+        assert torch.equal(one, two)
+
+
+def test_a_loss_id_too_many_is_named():
+    module, precision = task(), OptLevel("O1")
+    start(precision, module, OPTIMIZERS["sgd"])
+    with pytest.raises(ValueError, match="num_losses=2"):
+        precision.backward(precision.forward(module.training_step, batches(1)[0]), loss_id=1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_divisor_of_a_strategy_is_part_of_the_multiplier(level):
+    from fabricamp.strategies.base import Gradients
+
+    weights = []
+    for divisor, rate in ((1.0, 0.05), (2.0, 0.1)):
+        module, precision = task(), OptLevel(level)
+        optimizer = start(precision, module, lambda p, rate=rate: torch.optim.SGD(p, lr=rate))
+        precision.backward(precision.forward(module.training_step, precision.convert_input(batches(1)[0])))
+        tensors = [holder.grad for holder in precision.gradient_holders(optimizer)]
+        precision.step(optimizer, Gradients(tensors=tensors, divisor=divisor))
+        weights.append(snapshot(module, optimizer))
+    for one, two in zip(*weights):
+        torch.testing.assert_close(one, two)
+
+
+def test_full_precision_takes_gradients_from_a_strategy_too():
+    from fabricamp.strategies.base import Gradients
+
+    weights = []
+    for divisor, rate in ((1.0, 0.05), (2.0, 0.1)):
+        module, precision = task(), precision_from("O0")
+        optimizer = start(precision, module, lambda p, rate=rate: torch.optim.SGD(p, lr=rate))
+        precision.backward(precision.forward(module.training_step, batches(1)[0]))
+        gradients = Gradients(tensors=[p.grad.clone() for p in module.parameters()], divisor=divisor)
+        module.zero_grad()
+        if divisor == 2.0:
+            precision.unscale(optimizer, gradients)
+        precision.step(optimizer, gradients)
+        weights.append(snapshot(module, optimizer))
+    for one, two in zip(*weights):
+        assert torch.equal(one, two)
+
+
+def test_sparse_gradients():
+    for level in ("O1", "O2", "O3"):
+        module, precision = nn.Embedding(10, 4, sparse=True), OptLevel(level, loss_scale="dynamic")
+        optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=1.0))
+        before = module.weight.detach().float().clone()
+        loss = precision.forward(lambda index: module(index).sum() / 8, torch.tensor([1, 1, 7]))
+        precision.backward(loss)
+        precision.step(optimizer, clip=Clip(100.0))
+        moved = before - module.weight.detach().float()
+        expected = torch.zeros(10, 4)
+        expected[1], expected[7] = 2 / 8, 1 / 8
+        torch.testing.assert_close(moved, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_manual_optimization_inside_the_step():
+    # Backward and updates asked for by the step run outside autocast, and what autocast cached is dropped.
+    module, precision = task(), OptLevel("O1")
+    optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=10.0))
+    x = batches(1)[0][0]
+    seen = []
+
+    def training_step() -> None:
+        first = module.net(x)
+        precision.backward(first.float().square().mean())
+        precision.step(optimizer)
+        seen.append((first.detach(), module.net(x).detach(), torch.is_autocast_enabled("cpu")))
+
+    precision.forward(training_step)
+    first, second, enabled = seen[0]
+    assert enabled
+    assert not torch.equal(first, second)
+    fresh = copy.deepcopy(module)
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(second, fresh.net(x))
+
+
+def test_zero_grad_reaches_half_weights_and_sums():
+    for accumulate in (1, 2):
+        module, precision = task(), OptLevel("O2")
+        optimizer = start(precision, module, OPTIMIZERS["sgd"], accumulate)
+        precision.backward(precision.forward(module.training_step, batches(1)[0]))
+        if accumulate == 2:
+            precision.accumulate()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in module.parameters())
+        before = snapshot(module, optimizer)
+        precision.step(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_added_and_unfrozen_later(accumulate):
+    module, precision = task(), OptLevel("O2")
+    module.net.first.requires_grad_(False)
+    precision.accumulating = accumulate > 1
+    precision.convert_module(module)
+    optimizer = torch.optim.SGD(module.net.last.parameters(), lr=0.1, momentum=0.9)
+    precision.setup_optimizers(module, [optimizer], Strategy())
+    held = precision.accumulation_buffers()
+    data = batches(4 * accumulate)
+    window(precision, module, optimizer, data[:accumulate])
+    frozen = module.net.first.weight.clone()
+    assert precision.module_state(module, module.state_dict())["net.first.weight"].equal(task().net.first.weight)
+    module.net.first.requires_grad_(True)
+    optimizer.add_param_group({"params": [*module.net.first.parameters(), *module.net.norm.parameters()], "lr": 0.5})
+    for index in (1, 2, 3):
+        window(precision, module, optimizer, data[index * accumulate : (index + 1) * accumulate])
+    assert precision.accumulation_buffers() is held
+    assert not torch.equal(frozen, module.net.first.weight)
+    for group in optimizer.param_groups:
+        for updated, holder in zip(group["params"], precision.gradient_holders(optimizer)):
+            assert updated.dtype is torch.float32
+    masters = [p for g in optimizer.param_groups for p in g["params"]]
+    assert all(torch.equal(m.to(h.dtype), h) for m, h in zip(masters, precision.gradient_holders(optimizer)))
+
+
+def test_a_closure_is_refused_where_it_cannot_work():
+    for level in (OptLevel("O1"), OptLevel("O2"), OptLevel("O1", loss_scale=8.0)):
+        module = task()
+        with pytest.raises(ValueError, match="LBFGS"):
+            start(level, module, torch.optim.LBFGS)
+    start(OptLevel("O4"), task(), torch.optim.LBFGS)
+
+
+def test_an_unknown_optimizer_is_named():
+    module, precision = task(), OptLevel("O2")
+    start(precision, module, OPTIMIZERS["sgd"])
+    with pytest.raises(ValueError, match="configure_optimizers"):
+        precision.step(torch.optim.Adagrad([nn.Parameter(torch.zeros(1))]))
+
+
+class TwoRanks(Strategy):
+    """As much of a strategy as a rank sees: the other rank had a gradient for every parameter."""
+
+    distributed = True
+    world_size = 2
+
+    def reduce_gradients(self, parameters=None, buffers=None):
+        from fabricamp.strategies.base import Gradients
+
+        for flat in buffers:
+            flat.div_(2)
+            flat[-len(self.names) :] += 0.5
+        return Gradients(tensors=buffers)
+
+
+def test_ranks_that_reached_different_parameters_update_the_same_ones():
+    module, precision, strategy = task(), OptLevel("O2"), TwoRanks()
+    strategy.names = list(module.parameters())
+    optimizer = start(
+        precision, module, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), accumulate=2, strategy=strategy
+    )
+    before = module.net.last.bias.clone()
+    precision.backward(precision.forward(lambda: module.net.first(batches(1)[0][0]).mean()))
+    precision.accumulate()
+    precision.step(optimizer, strategy.reduce_gradients(buffers=precision.accumulation_buffers()))
+    assert not torch.equal(before, module.net.last.bias)
+    precision.backward(precision.forward(lambda: module.net.first(batches(1)[0][0]).mean()))
+    precision.accumulate()
+    with pytest.raises(ValueError, match="accumulation_buffers"):
+        precision.step(optimizer)

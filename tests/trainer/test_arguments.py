@@ -79,7 +79,7 @@ def test_a_misspelt_name_gets_the_nearest_one(name, typo, meant):
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ConfigError, match="devices=99|no GPU"):
+    with pytest.raises(ConfigError, match="devices=99|needs a CUDA GPU"):
         Trainer(**{**QUIET, "accelerator": "gpu", "devices": 99})
 
 

@@ -1,0 +1,90 @@
+"""Trains on the handwritten digits: ``python train.py --precision O1 --devices 2``, or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from digits import DigitsClassifier, DigitsData
+
+from fabricamp import Callback, Trainer, TrainingModule, seed_everything
+from fabricamp.loggers import TensorBoardLogger
+
+
+class Stopwatch(Callback):
+    """How long the training took, from its first batch to its last, without the start."""
+
+    seconds = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        self.seconds = -time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+        self.seconds += time.perf_counter()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--precision", default="O0", help="opt level O0 to O5, or a name such as 16-mixed")
+    parser.add_argument("--strategy", default="auto", help="single, ddp, or auto: what fits the devices")
+    parser.add_argument("--devices", default="auto", help="how many processes; under torchrun it decides")
+    parser.add_argument("--accelerator", default="auto", help="cpu, gpu, or auto: a GPU where there is one")
+    parser.add_argument("--max-epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
+    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate of the schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", default="runs", help="where logs and checkpoints go")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    seed_everything(options.seed)
+    stopwatch = Stopwatch()
+    trainer = Trainer(
+        accelerator=options.accelerator,
+        devices=options.devices,
+        strategy=options.strategy,
+        precision=options.precision,
+        max_epochs=options.max_epochs,
+        log_every_n_steps=10,
+        default_root_dir=options.folder,
+        logger=TensorBoardLogger(options.folder, name="digits"),
+        callbacks=[stopwatch],
+    )
+    module, data = DigitsClassifier(lr=options.lr), DigitsData(batch_size=options.batch_size)
+    trainer.fit(module, datamodule=data)
+    steps_per_second = trainer.global_step / stopwatch.seconds
+    checkpoint = trainer.checkpoint_callback.best_model_path
+    logs = trainer.log_dir
+    (result,) = trainer.test(module, datamodule=data, verbose=False)
+    if trainer.is_global_zero:
+        report(result["test_accuracy"], steps_per_second, checkpoint, logs, options.precision)
+
+
+def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str, precision: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Handwritten digits, {precision}", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("test accuracy", f"{accuracy:.2%}")
+    table.add_row("steps/s", f"{steps_per_second:.0f}")
+    table.add_row("checkpoint", shown(checkpoint))
+    table.add_row("TensorBoard logs", shown(logs))
+    table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")
+    Console().print(table)
+
+
+def shown(path: Path | str) -> str:
+    """Returns the path as one would type it here."""
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+if __name__ == "__main__":
+    main()

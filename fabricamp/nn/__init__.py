@@ -1,0 +1,1 @@
+"""Modules with kernels of their own."""

@@ -1,0 +1,1 @@
+"""Optimizers with kernels of their own."""

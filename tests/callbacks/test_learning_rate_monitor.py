@@ -1,0 +1,141 @@
+"""LearningRateMonitor: names, moments, and what it costs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fabricamp.callbacks import LearningRateMonitor
+from fabricamp.errors import ConfigError
+from fabricamp.loggers import Logger
+
+
+class Recorder(Logger):
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
+
+
+def adam(groups=1, **options):
+    parts = [{"params": [torch.nn.Parameter(torch.zeros(1))], **options} for _ in range(groups)]
+    return torch.optim.Adam(parts, lr=0.5)
+
+
+def schedule(optimizer, interval="epoch", name=None):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return SimpleNamespace(scheduler=scheduler, interval=interval, name=name, frequency=1)
+
+
+@pytest.fixture
+def start(make_trainer):
+    def start_with(monitor, optimizers, configs=()):
+        trainer = make_trainer(monitor)
+        trainer.loggers = [Recorder()]
+        trainer.optimizers, trainer.lr_scheduler_configs = list(optimizers), list(configs)
+        return trainer.start()
+
+    return start_with
+
+
+def logged(trainer):
+    return trainer.loggers[0].rows
+
+
+def test_steps_are_those_of_the_flushes_and_values_those_of_that_step(start):
+    optimizer = adam()
+    config = schedule(optimizer, "step")
+    trainer = start(LearningRateMonitor(), [optimizer], [config])
+    for _ in range(21):
+        trainer.step(micro_batches=2)
+        config.scheduler.step()
+    assert [step for step, _ in logged(trainer)] == [10, 20]
+    assert logged(trainer)[0][1] == {"lr-Adam": 0.5 * 0.5**9}
+
+
+def test_epochs(start):
+    optimizer = adam()
+    trainer = start(LearningRateMonitor(), [optimizer], [schedule(optimizer)])
+    for _ in range(2):
+        trainer.epoch(steps=15)
+    assert [step for step, _ in logged(trainer)] == [0, 15]
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("step", [10, 20]), ("epoch", [0, 12]), (None, [10, 20])])
+def test_an_optimizer_without_scheduler(start, interval, steps):
+    trainer = start(LearningRateMonitor(interval), [adam()])
+    for _ in range(2):
+        trainer.epoch(steps=12)
+    assert [step for step, _ in logged(trainer)] == steps
+
+
+def test_names(start):
+    first, second, named, bare = adam(), adam(2), adam(), adam()
+    second.param_groups[1]["name"] = "head"
+    configs = [schedule(first), schedule(second), schedule(named, name="mine")]
+    monitor = LearningRateMonitor("epoch", log_key_prefix="o/")
+    start(monitor, [first, second, named, bare], configs).epoch(steps=0)
+    assert list(monitor.last_values) == ["o/lr-Adam", "o/lr-Adam-1/pg1", "o/lr-Adam-1/head", "o/mine", "o/lr-Adam-2"]
+
+
+def test_momentum_and_weight_decay(start):
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.8, weight_decay=0.01)
+    trainer = start(LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True), [sgd, adam()])
+    trainer.epoch(steps=0)
+    assert logged(trainer)[0][1] == {
+        "lr-SGD": 0.1,
+        "lr-SGD-momentum": 0.8,
+        "lr-SGD-weight_decay": 0.01,
+        "lr-Adam": 0.5,
+        "lr-Adam-momentum": 0.9,
+        "lr-Adam-weight_decay": 0,
+    }
+
+
+def test_a_learning_rate_on_the_device_is_read_only_where_it_is_logged(start, monkeypatch):
+    optimizer = adam()
+    trainer = start(LearningRateMonitor(), [optimizer])
+    reads = []
+
+    class Watched(float):
+        def __float__(self):
+            reads.append(trainer.global_step)
+            return 0.25
+
+    optimizer.param_groups[0]["lr"] = Watched()
+    for _ in range(25):
+        trainer.step()
+    assert reads == [9, 19]
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+    for _ in range(5):
+        trainer.step()
+    assert logged(trainer)[-1] == (30, {"lr-Adam": 0.125})
+
+
+def test_nobody_to_log_to_is_an_error(make_trainer):
+    trainer = make_trainer(LearningRateMonitor())
+    with pytest.raises(ConfigError, match="needs a logger"):
+        trainer.start()
+    trainer.fast_dev_run = True
+    trainer.start()
+
+
+def test_only_rank_0_logs(start):
+    trainer = start(LearningRateMonitor(), [adam()])
+    trainer.is_global_zero = False
+    for _ in range(12):
+        trainer.step()
+    assert logged(trainer) == []
+
+
+def test_groups_of_one_name_are_refused(start):
+    with pytest.raises(ConfigError, match="share the name a"):
+        start(LearningRateMonitor(), [adam(2, name="a")])
+
+
+def test_a_wrong_interval_is_refused():
+    with pytest.raises(ConfigError, match="'steps'"):
+        LearningRateMonitor("steps")

@@ -1,0 +1,98 @@
+"""CSVLogger: the file after every kind of run."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabricamp.errors import ConfigError
+from fabricamp.loggers import CSVLogger
+
+
+def rows(logger) -> list[dict[str, str]]:
+    with logger.metrics_file.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_new_metrics_become_new_columns(tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    logger.log_metrics({"loss": 1.5}, 1)
+    logger.log_metrics({"loss": 0.5, "acc": 0.25}, 2)
+    logger.log_metrics({"lr": 0.1}, 3)
+    assert logger.metrics_file.read_text() == "step,loss,acc,lr\n1,1.5,,\n2,0.5,0.25,\n3,,,0.1\n"
+    assert [path.name for path in logger.log_dir.iterdir()] == ["metrics.csv"]
+
+
+def test_it_writes_every_n_steps_and_at_the_end(tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=100)
+    for step in (50, 48):
+        logger.log_metrics({"loss": 1.0}, step)
+    assert not logger.metrics_file.exists()
+    logger.log_metrics({"loss": 1.0}, 100)
+    assert len(rows(logger)) == 3
+    logger.log_metrics({"loss": 1.0}, 150)
+    assert len(rows(logger)) == 3
+    logger.close()
+    assert len(rows(logger)) == 4
+
+
+def test_a_resumed_run_appends_after_what_a_killed_one_left(tmp_path):
+    first = CSVLogger(tmp_path, version="run", flush_logs_every_n_steps=1)
+    first.log_metrics({"loss": 1.0}, 1)
+    with first.metrics_file.open("a") as file:
+        file.write("2,0.")
+    second = CSVLogger(tmp_path, version="run")
+    second.log_metrics({"loss": 0.5, "acc": 1.0}, 2)
+    second.close()
+    assert rows(second) == [{"step": "1", "loss": "1.0", "acc": ""}, {"step": "2", "loss": "0.5", "acc": "1.0"}]
+
+
+def test_a_second_run_gets_the_next_version(tmp_path):
+    for version in range(2):
+        logger = CSVLogger(tmp_path, name="digits", prefix="p")
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.log_hyperparams({"lr": 0.1})
+        logger.close()
+        assert logger.log_dir == tmp_path / "digits" / f"version_{version}"
+        assert rows(logger) == [{"step": "1", "p-loss": "1.0"}]
+        assert (logger.log_dir / "hparams.yaml").read_text() == "lr: 0.1\n"
+
+
+@given(
+    calls=st.lists(
+        st.tuples(st.dictionaries(st.sampled_from('abc,"d é'), st.floats(), min_size=1), st.booleans()), max_size=12
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_whatever_is_logged_is_in_the_file(tmp_path_factory, calls):
+    logger = CSVLogger(tmp_path_factory.mktemp("csv"))
+    for step, (metrics, save) in enumerate(calls):
+        logger.log_metrics(metrics, step)
+        if save:
+            logger.save()
+    logger.close()
+    back = rows(logger) if calls else []
+    found = [{name: float(text) for name, text in row.items() if text and name != "step"} for row in back]
+    assert repr(found) == repr(
+        [
+            {name: metrics[name] for name in one if name in metrics}
+            for one, (metrics, _) in zip(found, calls, strict=True)
+        ]
+    )
+    assert [set(one) for one in found] == [set(metrics) for metrics, _ in calls]
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ConfigError, match="flush_logs_every_n_steps=0"):
+        CSVLogger(tmp_path, flush_logs_every_n_steps=0)

@@ -1,0 +1,147 @@
+"""TensorBoardLogger, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fabricamp.loggers import TensorBoardLogger
+
+
+def read(folder) -> EventAccumulator:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_scalars_come_back(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    for step in (50, 100):
+        logger.log_metrics({"loss": 1 / step, "val/acc": 0.5}, step)
+    logger.log_metrics({}, 150)
+    logger.save()
+    events = read(tmp_path / "fabricamp_logs" / "version_0")
+    assert events.Tags()["scalars"] == ["loss", "val/acc"]
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [
+        (50, pytest.approx(0.02)),
+        (100, pytest.approx(0.01)),
+    ]
+    logger.close()
+
+
+def test_prefix_name_and_options(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="digits", version="first", prefix="p", filename_suffix=".mine")
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.close()
+    assert read(tmp_path / "digits" / "first").Tags()["scalars"] == ["p-loss"]
+    assert [path.suffix for path in (tmp_path / "digits" / "first").iterdir()] == [".mine"]
+
+
+def test_what_is_logged_after_close_is_read_too(tmp_path):
+    logger = TensorBoardLogger(tmp_path, version=3)
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0}, step)
+        logger.close()
+    assert len(read(logger.log_dir).Scalars("loss")) == 2
+
+
+def test_hyperparameters_are_written_once(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    params = {"lr": 0.1, "net": {"sizes": [1, 2], "act": torch.nn.ReLU}, "on": True, "none": None}
+    for _ in range(2):
+        logger.log_hyperparams(params)
+    logger.close()
+    written = yaml.safe_load((logger.log_dir / "hparams.yaml").read_text())
+    assert written["net"]["sizes"] == [1, 2]
+    assert (written["lr"], written["on"], written["none"]) == (0.1, True, None)
+    events = read(logger.log_dir)
+    assert [one.value for one in events.Scalars("hp_metric")] == [-1]
+    plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data
+    assert b"net/sizes" in plugin.content
+
+
+def test_hyperparameters_without_the_default_metric(tmp_path):
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.close()
+    assert read(logger.log_dir).Tags()["scalars"] == []
+
+
+def test_images_and_texts(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_image("digit", torch.rand(1, 8, 8), 5)
+    logger.log_image("gray", torch.rand(8, 8), 5, dataformats="HW")
+    logger.log_text("note", "**hello**", 5)
+    logger.close()
+    events = read(logger.log_dir)
+    assert events.Tags()["images"] == ["digit", "gray"]
+    assert events.Images("digit")[0].width == 8
+    assert events.Tags()["tensors"] == ["note/text_summary"]
+
+
+def test_figures(tmp_path):
+    figures = pytest.importorskip("matplotlib.figure")
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_figure("plot", figures.Figure(), 5)
+    logger.close()
+    assert read(logger.log_dir).Tags()["images"] == ["plot"]
+
+
+def test_other_ranks_write_nothing_and_are_told_the_version(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    logger = TensorBoardLogger(tmp_path)
+    with pytest.raises(ValueError, match="decided by rank 0"):
+        _ = logger.log_dir
+    logger.version = 4
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_hyperparams({"lr": 1})
+    logger.log_image("a", torch.rand(1, 2, 2), 1)
+    logger.experiment.add_histogram("weights", torch.rand(3))
+    logger.save()
+    logger.close()
+    assert logger.log_dir == tmp_path / "fabricamp_logs" / "version_4"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_travels_to_workers_without_its_writer(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    for twin in (pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger)):
+        twin.log_metrics({"loss": 2.0}, 2)
+        twin.close()
+        assert twin.log_dir == logger.log_dir
+    logger.close()
+
+
+def test_runs_that_look_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Path, "iterdir", lambda self: iter(())
+    )  # each sees the folder before the others have made theirs
+    assert [TensorBoardLogger(tmp_path).version for _ in range(3)] == [0, 1, 2]
+
+
+def test_importing_it_does_not_import_tensorboard():
+    code = "import sys, fabricamp.loggers; sys.exit('tensorboard' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_versions_go_on_from_the_highest(tmp_path):
+    for name in ("version_2", "version_10", "version_x", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert TensorBoardLogger(tmp_path, name="runs").version == 11
+    assert TensorBoardLogger(tmp_path, name=None).log_dir == Path(tmp_path, "version_0")
+    with pytest.raises(ValueError, match="version=-1"):
+        TensorBoardLogger(tmp_path, version=-1)
+
+
+def test_making_one_makes_no_folder(tmp_path):
+    TensorBoardLogger(tmp_path)
+    assert list(tmp_path.iterdir()) == []

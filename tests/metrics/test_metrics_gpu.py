@@ -1,0 +1,61 @@
+"""self.log on a GPU: nothing waits, and a flush arrives two windows later."""
+
+import pytest
+import torch
+
+from fabricamp.metrics import Metrics
+from fabricamp.state import RunState, Scope, Stage
+from fabricamp.strategies.base import Environment, Strategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def test_steps_flushes_and_epochs_do_not_wait_for_the_device():
+    device = torch.device("cuda", 0)
+    state, strategy = RunState(), Strategy()
+    state.stage, state.scope, state.batch = Stage.FIT, Scope.TRAIN_STEP, torch.zeros(4, device=device)
+    strategy.setup_environment(Environment(), device)
+    metrics = Metrics(state, strategy)
+    seen = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 9):
+            loss = torch.full((), float(step), device=device, requires_grad=True) * 2
+            metrics.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            metrics.log("half", loss.half())
+            metrics.log("host", torch.tensor(float(step)), on_step=True, on_epoch=True)
+            metrics.log("number", step, on_step=True, on_epoch=True, reduce_fx="sum")
+            metrics.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
+            metrics.poll(step)
+            seen.append(metrics.logged_metrics.get("loss_step"))
+            if step % 2 == 0:
+                metrics.flush(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == [None, None, None, 4.0, 4.0, 8.0, 8.0, 12.0]
+    assert metrics.end_train_epoch(8) == {"loss_epoch": 9.0, "host_epoch": 4.5, "number_epoch": 36.0, "least": 2.0}
+    assert metrics.logged_metrics["half"] == 16.0
+    assert metrics.logged_metrics["host_step"] == 8.0
+
+
+def test_the_host_runs_ahead_of_a_busy_device():
+    """The flush's copy is queued behind a second of work, and flushing and logging return at once."""
+    import time
+
+    device = torch.device("cuda", 0)
+    state, strategy = RunState(), Strategy()
+    state.stage, state.scope = Stage.FIT, Scope.TRAIN_STEP
+    strategy.setup_environment(Environment(), device)
+    metrics = Metrics(state, strategy)
+    value = torch.ones((), device=device)
+    metrics.log("x", value)
+    metrics.flush(0)  # takes the pinned memory, which may wait once
+    metrics.drain()
+    torch.cuda._sleep(2_000_000_000)
+    started = time.perf_counter()
+    metrics.log("x", value + 1)
+    metrics.flush(1)
+    metrics.poll(2)
+    assert time.perf_counter() - started < 0.2
+    metrics.poll(3)
+    assert metrics.logged_metrics == {"x": 2.0}

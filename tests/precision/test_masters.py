@@ -1,0 +1,241 @@
+"""fp32 masters: where they come from, who sees them, and that no low bit is lost on the way to a checkpoint and back."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from fabricamp.precision import OptLevel
+from fabricamp.strategies.base import Strategy
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.body[2].weight
+        self.register_buffer("table", torch.randn(4) * 1e-3)
+
+    def forward(self, x):
+        return self.head(self.body(x)) + self.table
+
+
+def prepared(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), frozen=(), strategy=None):
+    torch.manual_seed(0)
+    net = Net()
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    precision = OptLevel(level, loss_scale=1.0)
+    precision.convert_module(net)
+    optimizer = make([p for p in net.parameters() if p.requires_grad])
+    precision.setup_optimizers(net, [optimizer], strategy or Strategy())
+    return net, precision, optimizer
+
+
+def update(net, precision, optimizer, seed=1):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+    precision.backward(precision.forward(lambda: net(x).square().mean()))
+    precision.step(optimizer)
+    optimizer.zero_grad()
+
+
+def saved(net, precision):
+    buffer = io.BytesIO()
+    torch.save(precision.module_state(net, net.state_dict()), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def masters(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_masters_are_the_weights_before_conversion_in_the_same_groups():
+    torch.manual_seed(0)
+    original = Net().state_dict()
+    net, precision, _ = prepared()
+    groups = []
+
+    def make(parameters):
+        optimizer = torch.optim.SGD([{"params": list(parameters), "lr": 0.5}], lr=0.1)
+        groups.extend([optimizer.param_groups[0], optimizer.param_groups[0]["params"]])
+        return optimizer
+
+    net, precision, optimizer = prepared(make=make)
+    assert optimizer.param_groups[0] is groups[0]
+    assert optimizer.param_groups[0]["params"] is groups[1]
+    assert all(master.dtype is torch.float32 for master in masters(optimizer))
+    assert all(torch.equal(original[key], value) for key, value in saved(net, precision).items())
+    assert net.head.weight is net.body[2].weight
+    assert len(masters(optimizer)) == len(set(map(id, masters(optimizer)))) == len(list(net.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_half_copy_is_always_the_rounded_master(level):
+    net, precision, optimizer = prepared(level)
+    for seed in range(3):
+        update(net, precision, optimizer, seed)
+        for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer)):
+            assert torch.equal(holder, master.to(holder.dtype))
+            assert (holder is master) == (holder.dtype is torch.float32)
+
+
+def test_state_that_the_optimizer_has_already_moves_with_the_parameters():
+    def make(parameters):
+        optimizer = torch.optim.Adam(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    net, precision, optimizer = prepared(make=make)
+    assert set(map(id, optimizer.state)) == set(map(id, masters(optimizer)))
+    assert all(v.dtype is torch.float32 for s in optimizer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_resumed_run_equals_a_straight_one(level, make):
+    if level == "O3" and "Adam" in str(type(make([nn.Parameter(torch.zeros(1))]))):
+        make = lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3)  # noqa: E731
+    straight = prepared(level, make)
+    for seed in range(3):
+        update(*straight, seed)
+    weights, state, amp = saved(*straight[:2]), copy.deepcopy(straight[2].state_dict()), straight[1].state_dict()
+    resumed = prepared(level, make)
+    update(*resumed, 7)  # so that it differs
+    resumed[0].load_state_dict(weights)
+    resumed[2].load_state_dict(state)
+    resumed[1].load_state_dict(amp)
+    if level != "O3":
+        assert all(v.dtype is torch.float32 for s in resumed[2].state.values() for v in s.values() if v.dim())
+    for seed in range(3, 6):
+        update(*straight, seed)
+        update(*resumed, seed)
+    for one, two in zip(masters(straight[2]), masters(resumed[2])):
+        assert torch.equal(one, two)
+    for key, value in straight[0].state_dict().items():
+        assert torch.equal(value, resumed[0].state_dict()[key])
+
+
+@pytest.mark.parametrize("how", ["whole", "not strict", "submodule"])
+def test_loading_refreshes_masters_with_every_bit(how):
+    net, precision, optimizer = prepared(frozen=("body.0.bias",))
+    torch.manual_seed(5)
+    other = Net().state_dict()
+    if how == "whole":
+        net.load_state_dict(other)
+    elif how == "not strict":
+        net.load_state_dict({key: value for key, value in other.items() if key.startswith("body")}, strict=False)
+    else:
+        net.body.load_state_dict({key[5:]: value for key, value in other.items() if key.startswith("body")})
+    now = precision.module_state(net, net.state_dict())
+    for key, value in other.items():
+        loaded = how == "whole" or key.startswith("body") or key == "head.weight"  # tied to body.2.weight
+        assert torch.equal(now[key], value) == (loaded or value.dtype is torch.int64), key
+    for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer)):
+        assert torch.equal(holder, master.to(holder.dtype))
+
+
+def test_loading_before_the_optimizers_exist_counts_too():
+    torch.manual_seed(0)
+    net, precision = Net(), OptLevel("O2")
+    precision.convert_module(net)
+    torch.manual_seed(5)
+    other = Net().state_dict()
+    net.load_state_dict(other)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision.setup_optimizers(net, [optimizer], Strategy())
+    assert all(torch.equal(other[key], value) for key, value in saved(net, precision).items())
+
+
+def test_replacing_the_parameters_is_refused():
+    net, _, _ = prepared()
+    with pytest.raises(ValueError, match="without assign"):
+        net.load_state_dict(Net().state_dict(), assign=True)
+
+
+def test_refresh_after_edits_in_place():
+    net, precision, optimizer = prepared()
+    with torch.no_grad():
+        net.body[0].weight.fill_(0.25)
+        net.table.fill_(0.5)
+    precision.refresh_masters()
+    state = precision.module_state(net, net.state_dict())
+    assert state["body.0.weight"].eq(0.25).all()
+    assert state["table"].eq(0.5).all()
+
+
+def test_frozen_weights_and_buffers_keep_their_bits_and_follow_edits():
+    torch.manual_seed(0)
+    original = Net().state_dict()
+    net, precision, optimizer = prepared(frozen=("body.0.weight",))
+    update(net, precision, optimizer)
+    state = saved(net, precision)
+    assert torch.equal(state["body.0.weight"], original["body.0.weight"])
+    assert torch.equal(state["table"], original["table"])
+    with torch.no_grad():
+        net.table.add_(1)
+    assert torch.equal(saved(net, precision)["table"], net.table.float())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_restoring_gives_masters_to_module_and_optimizer(level):
+    net, precision, optimizer = prepared(level)
+    update(net, precision, optimizer)
+    expected, parameters = saved(net, precision), list(net.parameters())
+    momenta = [optimizer.state[master]["momentum_buffer"] for master in masters(optimizer)]
+    precision.restore_module(net)
+    assert all(torch.equal(expected[key], value) for key, value in net.state_dict().items())
+    assert all(mine is theirs for mine, theirs in zip(masters(optimizer), parameters))
+    assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momenta))
+    assert "zero_grad" not in optimizer.__dict__
+    net(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    precision.convert_module(net)  # and again
+    precision.restore_module(net)
+
+
+def test_a_module_that_came_in_half_gets_fp32_masters():
+    net = nn.Linear(4, 4).bfloat16()
+    precision = OptLevel("O5")
+    precision.convert_module(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision.setup_optimizers(net, [optimizer], Strategy())
+    assert all(master.dtype is torch.float32 and torch.equal(master, p.float()) for master, p in zip(masters(optimizer), net.parameters()))
+
+
+def test_a_strategy_with_masters_of_its_own():
+    strategy = type("Sharded", (Strategy,), {"owns_master_weights": True})()
+    net, precision, optimizer = prepared(strategy=strategy)
+    assert masters(optimizer)[0] is net.body[0].weight
+
+
+def test_other_levels_load_what_o2_saved():
+    net, precision, optimizer = prepared()
+    update(net, precision, optimizer)
+    state = saved(net, precision)
+    plain = Net()
+    plain.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
+
+
+def test_double_is_double_everywhere():
+    from fabricamp.precision import precision_from
+
+    net, precision = nn.Linear(4, 1), precision_from("64-true")
+    precision.convert_module(net)
+    batch = precision.convert_input({"x": torch.randn(2, 4)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision.setup_optimizers(net, [optimizer], Strategy())
+    loss = precision.forward(lambda: net(batch["x"]).mean())
+    precision.backward(loss)
+    precision.step(optimizer)
+    assert loss.dtype is net.weight.dtype is net.weight.grad.dtype is torch.float64
