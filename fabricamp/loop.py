@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fabricamp.data import Feed
     from fabricamp.metrics import Metrics
     from fabricamp.precision.base import Clip, Precision, Verdict
-    from fabricamp.strategies.base import Strategy
+    from fabricamp.strategies.base import Gradients, Strategy
     from fabricamp.watchdog import StopAgreement
 
 __all__ = ["FitLoop", "FitParts", "Limits"]
@@ -82,6 +82,8 @@ class FitLoop:
         self.metrics = parts.metrics
         self.limits = parts.limits
         self._accumulate = parts.limits.accumulate
+        self._clip = parts.clip
+        self._validates = parts.validate is not None
         self._buffers = parts.precision.accumulation_buffers()
         self._wrapped = parts.step
         self._step = _with_index(parts.step, parts.module.training_step)
@@ -94,6 +96,8 @@ class FitLoop:
         self.schedules = Schedules(
             parts.schedulers if parts.module.automatic_optimization else [], parts.module, parts.metrics, parts.state
         )
+        # With a lag the schedules follow the verdicts instead.
+        self._advances_at_once = self.schedules.follow_steps and parts.precision.lag == 0
 
     def _bind_hooks(self, hooks: Hooks) -> None:
         self._batch_start = hooks("on_train_batch_start")
@@ -106,7 +110,7 @@ class FitLoop:
     def _bind_overrides(self, module: TrainingModule) -> None:
         own = partial(overrides, module, base=TrainingModule)
         self._run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
-        self._zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
+        self._own_zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
         self._own_clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
         self._own_step = module.optimizer_step if own("optimizer_step") else None
         # Only then are gradients unscaled in a pass of their own, before the update.
@@ -180,7 +184,7 @@ class FitLoop:
             state.batches_done += 1
             if self._stepped:
                 self._after_step()
-            if self._validation_is_due(last):
+            if self._validates and self._validation_is_due(last):
                 self._validate()
             if state.batches_done >= state.hold_at:
                 self.parts.agreement.hold()
@@ -238,9 +242,9 @@ class FitLoop:
             return None
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
-        if batch_idx % self._accumulate == 0 or self._loss is None:
+        if self._loss is None:
             self._clear_gradients(batch_idx)
-        self._loss = loss.detach()
+        self._loss = loss
         if self._accumulate > 1:
             loss = loss / self._accumulate
         for hook in self._before_backward:
@@ -253,13 +257,14 @@ class FitLoop:
         return self._detached(output) if self._batch_end else None
 
     def _clear_gradients(self, batch_idx: int) -> None:
+        """Clears what the window before left: called by its first micro-batch that has a loss, after the forward."""
         optimizer = self._optimizer
         if optimizer is None:
             return
         for hook in self._before_zero_grad:
             hook(optimizer)
-        if self._zero_grad is not None:
-            self._zero_grad(self.state.epoch, batch_idx, optimizer)
+        if self._own_zero_grad is not None:
+            self._own_zero_grad(self.state.epoch, batch_idx, optimizer)
         else:
             optimizer.zero_grad()
 
@@ -268,27 +273,33 @@ class FitLoop:
         self._loss = None
         if optimizer is not None:
             gradients = self.strategy.reduce_gradients(buffers=self._buffers)
-            clip, run = self.parts.clip, None
             if self._gradients_are_seen:
-                self.precision.unscale(optimizer, gradients)
-                for hook in self._before_step:
-                    hook(optimizer)
-                if self._own_clipping is not None:
-                    self._own_clipping(optimizer, clip and clip.value, clip and clip.algorithm)
-                    clip = None
-                if self._own_step is not None:
-                    run = partial(self._own_step, self.state.epoch, batch_idx, optimizer, lambda: loss)
-            self.precision.step(optimizer, gradients, clip, run)
+                self._show_gradients(optimizer, gradients, batch_idx, loss)
+            else:
+                self.precision.step(optimizer, gradients, self._clip)
         self._close_window(loss)
+
+    def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
+        """Updates where hooks or overridden methods look at the gradients first: unscaled, in ``.grad``."""
+        clip, run = self._clip, None
+        self.precision.unscale(optimizer, gradients)
+        for hook in self._before_step:
+            hook(optimizer)
+        if self._own_clipping is not None:
+            self._own_clipping(optimizer, clip and clip.value, clip and clip.algorithm)
+            clip = None
+        if self._own_step is not None:
+            run = partial(self._own_step, self.state.epoch, batch_idx, optimizer, lambda: loss)
+        self.precision.step(optimizer, gradients, clip, run)
 
     def _close_window(self, loss: Tensor | None) -> None:
         verdict = self.precision.close_window(loss)
         self.state.global_step += 1
         self._stepped = True
-        if self.precision.lag == 0:
-            self.schedules.advance(self.state.global_step)
-        elif verdict is not None:
+        if verdict is not None:
             self._heed(verdict)
+        elif self._advances_at_once:
+            self.schedules.advance(self.state.global_step)
 
     def _heed(self, verdict: Verdict) -> None:
         """Acts on what became of the window ``lag`` windows ago: schedules follow applied steps."""
@@ -359,8 +370,6 @@ class FitLoop:
     # -- validation in between, messages -----------------------------------------------------------------------------------------
 
     def _validation_is_due(self, last: bool) -> bool:
-        if self.parts.validate is None:
-            return False
         limits, state = self.limits, self.state
         if limits.validate_every_epochs is None:
             return state.batches_done % limits.validate_every == 0

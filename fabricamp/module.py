@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.hooks import ModuleHooks
-from fabricamp.hyperparameters import HyperparametersMixin
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
 from fabricamp.optimization import owned_parameters
 from fabricamp.precision.base import Clip, clip_gradients
 
@@ -233,8 +233,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         )  # fmt: skip
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Logs every entry of a dict with the same options as :meth:`log`."""
-        for name, value in dictionary.items():
+        """Logs every entry of a dict, or of a torchmetrics collection, with the same options as :meth:`log`."""
+        # A MetricCollection's own items() copies states and drops its prefix unless told otherwise.
+        collection = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "compute_groups") else {}
+        for name, value in dictionary.items(**collection):
             self.log(name, value, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -316,6 +318,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights."""
         checkpoint = read_checkpoint(checkpoint_path, map_location=map_location)
         arguments = {**checkpoint.get("hyper_parameters", {}), **overrides}
+        if checkpoint.get("hparams_name"):
+            # save_hyperparameters(config): the class takes them as one argument.
+            arguments = {checkpoint["hparams_name"]: Hyperparameters(arguments)}
         try:
             module = cls(**arguments)
         except TypeError as error:

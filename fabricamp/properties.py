@@ -200,6 +200,16 @@ class TrainerProperties:
         return self.settings.log_every_n_steps
 
     @property
+    def val_check_interval(self) -> float:
+        """After how many micro-batches (int) or which share of an epoch (float) validation runs."""
+        return self.settings.val_check_interval
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """In which epochs validation runs; None: micro-batches are counted across epochs."""
+        return self.settings.check_val_every_n_epoch
+
+    @property
     def fast_dev_run(self) -> int:
         """The number of batches of a trial run, 0 for a real one."""
         return self.settings.fast_dev_run

@@ -32,6 +32,11 @@ class Schedules:
         self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
         self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
 
+    @property
+    def follow_steps(self) -> bool:
+        """Whether any of them steps by steps."""
+        return bool(self._by_step)
+
     def advance(self, applied_steps: int) -> None:
         """Steps those that follow steps; ``applied_steps`` is the number of steps that were not skipped."""
         for config in self._by_step:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint import plain, read_checkpoint
+from fabricamp.checkpoint import check_content, plain, read_checkpoint
 from fabricamp.errors import ConfigError
 from fabricamp.evaluation import EvaluationLoop
 from fabricamp.hooks import Hooks, call_all, overrides
@@ -175,13 +175,14 @@ class Session:
         restore_counters(self.checkpoint, self.trainer.state)
 
     def _log_hyperparams(self) -> None:
-        if not self.trainer.is_global_zero:
-            return
-        parameters = dict(self.source.datamodule.hparams) if self.source.datamodule is not None else {}
-        parameters.update(self.module.hparams)
-        for one in self.trainer.loggers:
-            if parameters:
-                one.log_hyperparams(plain(parameters))
+        owners = [one for one in (self.source.datamodule, self.module) if one is not None and one.hparams]
+        for owner in owners:
+            # Before training, not at the first checkpoint.
+            check_content(plain(dict(owner.hparams)), f"hyper-parameters of {type(owner).__name__}")
+        logged = {name: value for one in owners if one.logs_hyperparameters for name, value in one.hparams.items()}
+        if logged and self.trainer.is_global_zero:
+            for one in self.trainer.loggers:
+                one.log_hyperparams(plain(logged))
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
 
@@ -303,6 +304,7 @@ class Session:
     def close(self, *, failed: bool) -> None:
         """Gives the parts back; after a failure only what cannot fail on its own."""
         self.agreement.close()
+        self.data.close()
         if not failed:
             self._call_setup("teardown")
         self.attachment.manual_backward = None

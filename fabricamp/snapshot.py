@@ -46,6 +46,8 @@ def gather_weights(
     }
     if module.hparams:
         checkpoint["hyper_parameters"] = plain(dict(module.hparams))
+        if module.hparams_name:
+            checkpoint["hparams_name"] = module.hparams_name
     if datamodule is not None and datamodule.hparams:
         checkpoint["datamodule_hyper_parameters"] = plain(dict(datamodule.hparams))
     return checkpoint

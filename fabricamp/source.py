@@ -12,6 +12,7 @@ from fabricamp.data import (
     combine,
     limit_batches,
     loader_length,
+    release_workers,
     wire_loader,
 )
 from fabricamp.errors import ConfigError
@@ -52,6 +53,7 @@ class DataSource:
         self._precision = precision
         self._settings = settings
         self._train_loader: Any = None
+        self._feeds: list[Feed] = []
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
 
     @property
@@ -65,8 +67,8 @@ class DataSource:
                     f"{type(self._module).__name__}.train_dataloader"
                 )
             loader = self._wire(combine(loader), train=True)
-            check_equal_lengths(self._strategy, loader_length(loader, "train_dataloaders"), "train_dataloaders", loader)
             self._train_loader = loader
+            check_equal_lengths(self._strategy, self.num_training_batches, "train_dataloaders", loader)
         return self._train_loader
 
     @property
@@ -106,7 +108,7 @@ class DataSource:
             def finish(batch: Any) -> Any:
                 return owner.on_after_batch_transfer(batch, dataloader_idx)
 
-        return Feed(
+        feed = Feed(
             loader,
             limit=limit,
             prepare=self._preparation(owner, own, dataloader_idx),
@@ -114,6 +116,15 @@ class DataSource:
             device=device,
             prefetch=device.type == "cuda" and not (own[0] or own[1]),
         )
+        self._feeds.append(feed)
+        return feed
+
+    def close(self) -> None:
+        """Ends the passes that are still open, and the workers that wait for the next one."""
+        for feed in self._feeds:
+            feed.close()
+        for loader in (self._train_loader, *(one for loaders, _ in self._evaluation.values() for one in loaders)):
+            release_workers(loader)
 
     def _transfer_hooks(self) -> tuple[Any, list[bool]]:
         """Whose hooks move batches (the DataModule's before the module's), and which of them are overridden."""

@@ -18,6 +18,7 @@ from fabricamp.checkpoint import write_checkpoint
 from fabricamp.data import DataModule
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.hooks import call_all, overrides
+from fabricamp.loggers.run_folder import RunFolderLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_from
@@ -279,6 +280,10 @@ class Trainer(TrainerProperties):
         index = self._device_indices[environment.local_rank % len(self._device_indices)]
         device = torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
         self.strategy.setup_environment(environment, device)
+        for one in self.loggers:
+            if isinstance(one, RunFolderLogger):
+                # One folder for all ranks: rank 0 takes the next free one.
+                one.version = self.strategy.broadcast(one.version if self.is_global_zero else "")
         if stage is Stage.FIT:
             self.state = RunState()
         self.state.stage = stage

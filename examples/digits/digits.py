@@ -15,7 +15,7 @@ from fabricamp import ConfigError, DataModule, TrainingModule
 class DigitsClassifier(TrainingModule):
     """Two convolutions and two linear layers, with batch normalisation; 13 thousand parameters."""
 
-    def __init__(self, lr: float = 0.1, width: int = 16, dropout: float = 0.3) -> None:
+    def __init__(self, lr: float = 0.2, width: int = 16, dropout: float = 0.3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
@@ -54,7 +54,7 @@ class DigitsClassifier(TrainingModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.SGD(
-            self.parameters(), lr=self.hparams.lr, momentum=0.9, nesterov=True, weight_decay=5e-4
+            self.parameters(), lr=self.hparams.lr, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=self.hparams.lr, total_steps=int(self.trainer.estimated_stepping_batches)

@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, or auto: a GPU where there is one")
     parser.add_argument("--max-epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate of the schedule")
+    parser.add_argument("--lr", type=float, default=0.2, help="the highest learning rate of the schedule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="runs", help="where logs and checkpoints go")
     return parser.parse_args()

@@ -68,7 +68,8 @@ class Planner:
         last = self._name(last, {old})
         moves, spare = plan.moves, ""
         if old == last:
-            spare = self._aside(old) if _stands_alone(old, kept.spare) else ""
+            spare = kept.spare if _same_file(kept.spare, old) else self._aside(old)
+            spare = spare if _stands_alone(old, spare) else ""
             moves += ((old, spare),) if spare else ()
         elif old and not Path(old).is_symlink():
             spare = old
@@ -87,9 +88,10 @@ class Planner:
         return self._versioned(path, own) if self.versions else path
 
     def _aside(self, path: str) -> str:
-        """A free name for the good file whose name is about to be taken."""
+        """A free name for the good file whose name is about to be taken, or the one that a killed run gave it already."""
         taken = Path(path)
-        return self._versioned(str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}")), ())
+        aside = str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}"))
+        return self._versioned(aside, {aside} if _same_file(aside, path) else ())
 
     def _versioned(self, path: str, own: Collection[str]) -> str:
         wanted, version = Path(path), self.first_version
@@ -112,9 +114,14 @@ def _same(path: str, other: str) -> bool:
     return bool(other) and Path(path).absolute() == Path(other).absolute()
 
 
+def _same_file(name: str, other: str) -> bool:
+    """Whether both names are there, and lead to one file."""
+    return _exists(name) and _exists(other) and Path(name).samefile(other)
+
+
 def _stands_alone(last: str, spare: str) -> bool:
     """Whether the content of ``last`` would be lost with its name: nothing but ``spare`` shares it."""
     file = Path(last)
     if file.is_symlink() or not file.exists():
         return False
-    return file.stat().st_nlink == 1 or (_exists(spare) and file.samefile(spare))
+    return file.stat().st_nlink == 1 or _same_file(spare, last)

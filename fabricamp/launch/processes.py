@@ -94,7 +94,7 @@ def _work(folder: Path, job: _Job | None) -> None:
         job = _load_job(folder)
     else:
         # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
-        pass
+        torch.set_num_threads(1)
     try:
         result = job.function(*job.args)
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import csv
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import ConfigError
-from fabricamp.loggers._run_folder import RunFolderLogger, writes
+from fabricamp.loggers.run_folder import RunFolderLogger, writes
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.loggers._run_folder import RunFolderLogger, writes
+from fabricamp.loggers.run_folder import RunFolderLogger, writes
 
 if TYPE_CHECKING:
     import os

@@ -1,4 +1,7 @@
-"""Sums over gradients: the torch references.  A non-finite value makes the sum non-finite, so one pass is norm and overflow check."""
+"""Sums over gradients: the torch references.
+
+A non-finite value makes a sum non-finite, so one pass is norm and overflow check.
+"""
 
 from __future__ import annotations
 

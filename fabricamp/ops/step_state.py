@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["StepState"]
 
 _LAYOUT: Final = {
-    # name: (word, dtype)
     "scale": (0, torch.float32),
     "growth": (1, torch.int32),
     "hysteresis": (2, torch.int32),
@@ -31,10 +30,10 @@ class StepState:
     """Sixteen 32-bit words in device memory, each named one a 0-dim view.
 
     ``scale`` (float): what the next loss is multiplied by.  ``growth`` (int): windows applied since the scale last changed.
-    ``hysteresis`` (int): overflows still tolerated before the scale backs off.  ``applied``, ``skipped`` (int): windows so far.
-    ``finite`` (int): 1 while every step of this window was finite.  ``found_inf`` (float): 1.0 where the last step that was
-    finished has to be skipped.  ``multiplier`` (float): what its gradients are multiplied by.  ``norm`` (float): their norm, unscaled
-    and averaged, before clipping.  ``loss`` (float): the window's loss.  Words 10 to 15 are free.
+    ``hysteresis`` (int): overflows still tolerated before the scale backs off.  ``applied``, ``skipped`` (int): windows so
+    far.  ``finite`` (int): 1 while every step of this window was finite.  ``found_inf`` (float): 1.0 where the last step that
+    was finished has to be skipped.  ``multiplier`` (float): what its gradients are multiplied by.  ``norm`` (float): their
+    norm, unscaled and averaged, before clipping.  ``loss`` (float): the window's loss.  Words 10 to 15 are free.
     """
 
     WORDS: Final = 16

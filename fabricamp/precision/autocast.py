@@ -33,9 +33,10 @@ _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Autocast:
-    """torch.autocast that may be entered again and again, and inside itself; made once, since making one costs more than entering it.
+    """torch.autocast that may be entered again and again, and inside itself.
 
-    torch drops its cache of half weights at the outermost exit, so none outlives a step.
+    Made once, since making one costs more than entering it.  torch drops its cache of half weights at the outermost exit, so
+    none outlives a step.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, *, enabled: bool = True) -> None:

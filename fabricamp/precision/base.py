@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 class Precision:
     """Full precision: what the module brought, autograd's gradients, torch's own clipping.
 
-    One update window is ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer, then ``close_window``.  ``unscale``
-    comes before ``step`` only where somebody looks at the gradients in between (hooks, an overridden clipping).
+    One update window is ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer, then ``close_window``.
+    ``unscale`` comes before ``step`` only where somebody looks at the gradients in between (hooks, an overridden clipping).
     """
 
     name: str = "O0"
@@ -161,7 +161,7 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
 
 
 def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
-    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions (so that a hand-written loop has equal bits)."""
+    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if clip.algorithm == "norm":
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)

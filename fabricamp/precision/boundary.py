@@ -1,4 +1,7 @@
-"""The boundary of a half module: what the user's step calls gets half inputs and gives back fp32; calls inside a forward are untouched."""
+"""The boundary of a half module: what the user's step calls gets half inputs and gives back fp32.
+
+Calls inside a forward are untouched.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import torch
 from fabricamp.precision.casting import cast_floating
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import nn
     from torch.utils.hooks import RemovableHandle
-    from types import TracebackType
 
 __all__ = ["Boundary", "InsideStep", "OutsideStep"]
 
@@ -31,9 +35,9 @@ _CALLS = _Calls()
 class Boundary:
     """The two hooks of one module; plain data, so that copies and pickles of the module carry their own.
 
-    Which call comes from the step is known from the stack of bounded modules.  Activation checkpointing runs a call again in backward,
-    outside any step; whether it came from the step is then told by a flag that torch itself saves and restores around the second run,
-    in both modes: ``is_autocast_cache_enabled``, off in a step outside any module, on everywhere else.
+    Which call comes from the step is known from the stack of bounded modules.  Activation checkpointing runs a call again in
+    backward, outside any step; whether it came from the step is then told by a flag that torch itself saves and restores
+    around the second run, in both modes: ``is_autocast_cache_enabled``, off in a step outside any module, on everywhere else.
     """
 
     def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:

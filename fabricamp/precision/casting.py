@@ -29,32 +29,31 @@ CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32)
 def cast_floating(value: Value, dtype: torch.dtype) -> Value:
     """Returns ``value`` with every floating tensor in it as ``dtype``.
 
-    Looks into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; other objects with a ``to`` method are asked
-    for ``to(dtype)``.  Integers, strings, NumPy arrays, modules and whatever else come back as they are; so does a container in
-    which nothing changed.
+    Looks into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; other objects with a ``to`` method
+    are asked for ``to(dtype)``.  Integers, strings, NumPy arrays, modules and whatever else come back as they are; so does a
+    container in which nothing changed.
     """
-    return cast_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, dtype)
+    cast: Value = cast_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, dtype)
+    return cast
 
 
 def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
-    """Returns ``value`` with ``cast`` applied to every tensor in it; objects with a ``to`` method get ``dtype``, None leaves them."""
+    """Returns ``value`` with ``cast`` applied to every tensor in it; objects with a ``to`` method get ``dtype`` (None: left)."""
     if isinstance(value, Tensor):
         return cast(value)
-    if value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
-        return value
     if isinstance(value, Mapping):
         return _cast_mapping(value, cast, dtype)
     if isinstance(value, (list, tuple)):
         return _cast_sequence(value, cast, dtype)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _cast_dataclass(value, cast, dtype)
-    if dtype is not None and callable(getattr(value, "to", None)):
+    if dtype is not None and not isinstance(value, (nn.Module, type)) and callable(getattr(value, "to", None)):
         try:
             return value.to(dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"{type(value).__name__}.to({dtype}) failed ({error}); let its `to` take a dtype and cast floating tensors with it, "
-                "or pass its tensors in a dict, tuple or dataclass"
+                f"{type(value).__name__}.to({dtype}) failed ({error}); let its `to` take a dtype and cast floating tensors "
+                "with it, or pass its tensors in a dict, tuple or dataclass"
             ) from error
     return value
 
@@ -97,19 +96,21 @@ def _cast_dataclass(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.d
 def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool) -> list[nn.Module]:
     """Returns the modules whose own tensors are converted; raises :class:`ConfigError` for what cannot be.
 
-    Left out: metrics with all they hold, losses, and modules without parameters that the user's step calls itself (children of a
-    module with a ``training_step``): these see fp32 outputs.  Inside a converted module they are converted, since they see half there.
+    Left out: metrics with all they hold, losses, and modules without parameters that the user's step calls itself (children
+    of a module with a ``training_step``): these see fp32 outputs.  Modules without parameters inside a converted one are
+    converted with it, since they see half there.
     """
     chosen = list(_walk(root, keep_batchnorm_fp32=keep_batchnorm_fp32))
     for module in chosen:
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{type(module).__name__} is a TorchScript module, which takes no hooks and keeps its dtypes; use precision 'O1' or 'O4'"
+                f"{type(module).__name__} is a TorchScript module, which takes no hooks and keeps its dtypes; "
+                "use precision 'O1' or 'O4'"
             )
         if any(is_lazy(tensor) for tensor in own_tensors(module)):
             raise ConfigError(
-                f"{type(module).__name__} has parameters without a shape, which cannot be converted; run one batch through the module "
-                "in configure_model(), or give the layers their sizes"
+                f"{type(module).__name__} has parameters without a shape, which cannot be converted; run one batch through "
+                "the module in configure_model(), or give the layers their sizes"
             )
     return chosen
 

@@ -81,7 +81,9 @@ class Binding:
     def refresh(self) -> None:
         """Takes in parameters that came with ``add_param_group`` since; what is summed so far is kept."""
         current = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if len(current) == len(self.targets) and all(map(_same, current, self.targets)):
+        if len(current) == len(self.targets) and all(
+            one is other for one, other in zip(current, self.targets, strict=True)
+        ):
             return
         known = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
         holders = [known.get(id(parameter), parameter) for parameter in current]
@@ -142,7 +144,11 @@ class Binding:
 
     def _check_exchanged(self, gradients: Gradients) -> None:
         given = gradients.tensors
-        in_place = given is not None and len(given) == len(self.flat) and all(map(_same, given, self.flat))
+        in_place = (
+            given is not None
+            and len(given) == len(self.flat)
+            and all(one is other for one, other in zip(given, self.flat, strict=True))
+        )
         if not in_place and (self._exchanged or given is not None):
             raise ConfigError(
                 "the fp32 sums of an optimizer's gradients have to be exchanged in place: call "
@@ -154,8 +160,8 @@ class Binding:
             return [holder.grad for holder in self.holders]
         if len(gradients.tensors) != len(self.holders):
             raise ConfigError(
-                f"step got {len(gradients.tensors)} gradient tensors for {len(self.holders)} parameters; give one (or None) for each of "
-                "precision.gradient_holders(optimizer), in that order"
+                f"step got {len(gradients.tensors)} gradient tensors for {len(self.holders)} parameters; give one (or None) "
+                "for each of precision.gradient_holders(optimizer), in that order"
             )
         values = list(gradients.tensors)
         if gradients.present is None:
@@ -188,7 +194,3 @@ class Binding:
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left is right

@@ -72,6 +72,7 @@ class OptLevel(Precision):
         self.level = resolve(level, overrides)
         self.name = self.level.name
         self.lag = LAG if self.level.dynamic else 0
+        self._has_sums = False
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # torch's own clipping and step where neither weights nor gradients differ from what a plain loop has.
         self._plain = self.level.cast_model_type not in _HALF and self.level.loss_scale == 1.0
@@ -114,7 +115,11 @@ class OptLevel(Precision):
             )
         if dtype is torch.float64 and device_type == "mps":
             raise ConfigError(f"precision {self.name!r} is set to float64, which {device_type!r} lacks; use 'O0'")
-        if dtype is torch.bfloat16 and device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if (
+            dtype is torch.bfloat16
+            and device_type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             raise ConfigError(
                 f"precision {self.name!r} needs bfloat16, which {torch.cuda.get_device_name()} lacks; use 'O1' or 'O2' (fp16)"
             )
@@ -158,8 +163,8 @@ class OptLevel(Precision):
         lstm = next((name for name, one in module.named_modules() if isinstance(one, nn.LSTM)), None)
         if lstm is not None and dtype is torch.float16 and self._device.type == "cpu":
             raise ConfigError(
-                f"precision {self.name!r} on CPU with an LSTM ({lstm or type(module).__name__}), which torch cannot train in fp16 under "
-                "autocast there; use 'O4' (bfloat16), 'O2' or 'O0'"
+                f"precision {self.name!r} on CPU with an LSTM ({lstm or type(module).__name__}), which torch cannot train "
+                "in fp16 under autocast there; use 'O4' (bfloat16), 'O2' or 'O0'"
             )
 
     def _convert(self, module: nn.Module, dtype: torch.dtype) -> set[int]:
@@ -210,6 +215,7 @@ class OptLevel(Precision):
         if self._plain:
             return
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
+        self._has_sums = self._several_losses or (self.accumulating and masters is not None)
         self._updater = Updater(
             optimizers,
             strategy,
@@ -218,13 +224,10 @@ class OptLevel(Precision):
             scaler=self._scaler,
             static_scale=self.scale if self._scaler is None else 1.0,
             masters=masters,
-            sums=self._several_losses or (self.accumulating and masters is not None),
+            sums=self._has_sums,
         )
-        self._has_sums = self._several_losses or (self.accumulating and masters is not None)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
-
-    _has_sums = False
 
     def gradient_holders(self, optimizer: Optimizer) -> list[Tensor]:
         """The tensors whose ``.grad`` backward fills for this optimizer: its parameters, or the half copies of its masters."""

@@ -24,9 +24,9 @@ FACTOR: Final = 2.0
 class LossScaler:
     """One scale a loss, one verdict a window.
 
-    ``state`` is the struct that steps write to.  With one loss it holds that loss's scale too; with several each has a struct of its
-    own in ``losses``.  A window ends with :meth:`close`, which copies ``state`` into a ring on the device and from there into pinned
-    host memory, and reads the slot of two windows ago.
+    ``state`` is the struct that steps write to.  With one loss it holds that loss's scale too; with several each has a struct
+    of its own in ``losses``.  A window ends with :meth:`close`, which copies ``state`` into a ring on the device and from
+    there into pinned host memory, and reads the slot of two windows ago.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ __all__ = ["MasterWeights"]
 class _FullValue:
     """The fp32 value of a converted tensor.
 
-    While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version`` is the
-    tensor's version at which both were last known to agree.
+    While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version``
+    is the tensor's version at which both were last known to agree.
     """
 
     __slots__ = ("is_master", "value", "version")

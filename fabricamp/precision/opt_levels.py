@@ -66,16 +66,20 @@ _FLAGS: Final = {"True": True, "False": False}
 
 
 def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
-    """Returns the level called ``name`` with ``overrides`` (None: the level's own); raises :class:`ConfigError` for what cannot be."""
+    """Returns the level called ``name`` with ``overrides`` (None: the level's own).
+
+    Raises :class:`ConfigError` for what cannot be.
+    """
     level = LEVELS.get(name)
     if level is None:
         raise ConfigError(
-            f"OptLevel({name!r}) is not known{nearest(name, LEVELS)} (known: {', '.join(LEVELS)}; the prefix is the letter O, not zero)"
+            f"OptLevel({name!r}) is not known{nearest(name, LEVELS)} "
+            f"(known: {', '.join(LEVELS)}; the prefix is the letter O, not zero)"
         )
     given = {key: value for key, value in overrides.items() if value is not None}
     if level.autocast is not None:
         _check_autocast_overrides(name, given)
-    checked = {key: _CHECKS[key](key, value) for key, value in given.items()}
+    checked: dict[str, Any] = {key: _CHECKS[key](key, value) for key, value in given.items()}
     if level.autocast is not None:
         checked.pop("cast_model_type", None)
     level = replace(level, **checked)

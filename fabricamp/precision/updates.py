@@ -32,7 +32,10 @@ logger = logging.getLogger("fabricamp")
 
 
 class Updater:
-    """Steps optimizers whose gradients are scaled, half, or both.  ``scaler`` None: the scale is a constant, and no step is skipped."""
+    """Steps optimizers whose gradients are scaled, half, or both.
+
+    ``scaler`` None: the scale is a constant, and no step is skipped.
+    """
 
     def __init__(
         self,
@@ -69,8 +72,8 @@ class Updater:
         scaled = self._scaler is not None or self._static_scale != 1
         if (scaled or elsewhere) and demands_closure(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__}.step runs forward and backward itself, which cannot work with loss scaling or fp32 masters "
-                f"(precision {self._name!r}); use precision 'O0' or 'O4'"
+                f"{type(optimizer).__name__}.step runs forward and backward itself, which cannot work with loss scaling or "
+                f"fp32 masters (precision {self._name!r}); use precision 'O0' or 'O4'"
             )
 
     def _check_shared(self) -> None:
@@ -85,8 +88,8 @@ class Updater:
         binding = self._bindings.get(optimizer)
         if binding is None:
             raise ConfigError(
-                f"this {type(optimizer).__name__} is not one that precision {self._name!r} was set up with; step the optimizers that "
-                "configure_optimizers returned"
+                f"this {type(optimizer).__name__} is not one that precision {self._name!r} was set up with; "
+                "step the optimizers that configure_optimizers returned"
             )
         return binding
 
@@ -126,7 +129,10 @@ class Updater:
 
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """Writes unscaled, averaged gradients into ``.grad``: one tensor for a half weight and its master, so that edits reach both."""
+        """Writes unscaled, averaged gradients into ``.grad``.
+
+        A half weight and its master get the same fp32 tensor, so that edits reach both.
+        """
         binding = self._binding(optimizer)
         if binding.seen is not None:
             return
@@ -247,7 +253,11 @@ def _pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
     if value.is_sparse:
         value = value.coalesce()
         target.grad = torch.sparse_coo_tensor(
-            value.indices(), value.values().to(target.dtype, copy=True), value.shape, is_coalesced=True, check_invariants=False
+            value.indices(),
+            value.values().to(target.dtype, copy=True),
+            value.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
         return value.values(), target.grad.values()
     if value.dtype == target.dtype:
@@ -271,8 +281,9 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
 def _prepare_to_skip(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` may skip its next step by itself, after it was given the state that this takes.
 
-    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised where that one is skipped.  Zeros
-    make the same first step without dampening; with dampening they do not, and the host has to decide until the buffers are there.
+    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised where that one is skipped.
+    Zeros make the same first step without dampening; with dampening they do not, and the host has to decide until the buffers
+    are there.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

@@ -14,7 +14,9 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def tensors(dtypes=FLOATS):
-    one = st.tuples(st.sampled_from(dtypes), st.sampled_from([(0,), (1,), (3,), (5, 7), (), (2, 1, 3)]), st.integers(0, 99))
+    one = st.tuples(
+        st.sampled_from(dtypes), st.sampled_from([(0,), (1,), (3,), (5, 7), (), (2, 1, 3)]), st.integers(0, 99)
+    )
     return st.lists(one, min_size=1, max_size=5).map(lambda specs: [make(*spec) for spec in specs])
 
 
@@ -28,13 +30,19 @@ def close(mine, exact):
 
 
 @settings(max_examples=50, deadline=None)
-@given(tensors(), st.sampled_from([None, *FLOATS]), st.sampled_from([1.0, 0.3, 2.0**-16]), st.sampled_from([None, 0.1]), st.booleans())
+@given(
+    tensors(),
+    st.sampled_from([None, *FLOATS]),
+    st.sampled_from([1.0, 0.3, 2.0**-16]),
+    st.sampled_from([None, 0.1]),
+    st.booleans(),
+)
 def test_scale(sources, dtype, factor, limit, on_device):
     exact = [s.double() * torch.tensor(factor).double() for s in sources]
     exact = [e if limit is None else e.clamp(-limit, limit) for e in exact]
     destinations = sources if dtype is None else [torch.empty_like(s, dtype=dtype) for s in sources]
     ops.scale(sources, destinations, torch.tensor(factor) if on_device else factor, limit)
-    for mine, value in zip(destinations, exact):
+    for mine, value in zip(destinations, exact, strict=True):
         close(mine, value)
 
 
@@ -53,7 +61,7 @@ def test_scale_of_views_and_channels_last():
     view = torch.randn(9)[1::2]
     expected = [base * 2, view * 2]
     ops.scale([base, view], [base, view], 2.0)
-    assert all(torch.equal(a, b) for a, b in zip((base, view), expected))
+    assert all(torch.equal(a, b) for a, b in zip((base, view), expected, strict=True))
     ops.scale([], [], 2.0)
 
 
@@ -61,13 +69,13 @@ def test_scale_of_views_and_channels_last():
 @given(tensors(), st.sampled_from(FLOATS), st.floats(-2, 2), st.floats(-2, 2))
 def test_axpby(x, dtype, alpha, beta):
     y = [torch.randn(t.shape).to(dtype) for t in x]
-    exact = [alpha * a.double() + beta * b.double() for a, b in zip(x, y)]
+    exact = [alpha * a.double() + beta * b.double() for a, b in zip(x, y, strict=True)]
     out = [torch.empty(t.shape) for t in x]
     ops.axpby(alpha, x, beta, y, out)
-    for mine, value in zip(out, exact):
+    for mine, value in zip(out, exact, strict=True):
         torch.testing.assert_close(mine.double(), value, rtol=1e-5, atol=1e-5)
     ops.axpby(torch.tensor(1.0), x, torch.tensor(0.0), y, y)
-    assert all(torch.equal(mine, value.to(dtype)) for mine, value in zip(y, x))
+    assert all(torch.equal(mine, value.to(dtype)) for mine, value in zip(y, x, strict=True))
 
 
 @settings(max_examples=50, deadline=None)
@@ -113,10 +121,12 @@ def test_large_half_gradients_do_not_overflow_the_statistics():
 @given(tensors(HALVES), st.sampled_from([None, 0.5]))
 def test_accumulate_in_fp32(gradients, multiplier):
     flat = torch.ones(sum(g.numel() for g in gradients))
-    views = [piece.view(g.shape) for piece, g in zip(flat.split([g.numel() for g in gradients]), gradients)]
+    views = [
+        piece.view(g.shape) for piece, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+    ]
     expected = [1 + g.float() * (1.0 if multiplier is None else multiplier) for g in gradients]
     ops.accumulate(gradients, views, None if multiplier is None else torch.tensor(multiplier))
-    assert all(torch.equal(view, value) for view, value in zip(views, expected))
+    assert all(torch.equal(view, value) for view, value in zip(views, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -124,7 +134,7 @@ def test_copy_cast_rounds(dtype):
     masters = [torch.randn(33), torch.randn(2, 3)]
     halves = [torch.empty_like(m, dtype=dtype) for m in masters]
     ops.copy_cast(masters, halves)
-    assert all(torch.equal(half, master.to(dtype)) for half, master in zip(halves, masters))
+    assert all(torch.equal(half, master.to(dtype)) for half, master in zip(halves, masters, strict=True))
     ops.copy_cast([], [])
 
 
@@ -138,7 +148,12 @@ def finished(values, inverse=1.0, max_norm=None):
 
 def test_finish():
     state = finished([3.0, 4.0], 0.5, max_norm=10.0)
-    assert (state.norm.item(), state.multiplier.item(), state.found_inf.item(), state.finite.item()) == (2.5, 0.5, 0.0, 1)
+    assert (state.norm.item(), state.multiplier.item(), state.found_inf.item(), state.finite.item()) == (
+        2.5,
+        0.5,
+        0.0,
+        1,
+    )
     state = finished([3.0, 4.0], 0.5, max_norm=1.0)
     assert state.multiplier.item() == pytest.approx(0.5 / 2.5)
     state = finished([3.0, float("nan")], max_norm=1.0)

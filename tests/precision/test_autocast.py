@@ -17,7 +17,9 @@ def dtypes(*args, **kwargs):
     return [x.dtype for x in (*args, *kwargs.get("more", [])) if isinstance(x, torch.Tensor)]
 
 
-HALF, BF16, FULL, DOUBLE = (torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+HALF, BF16, FULL, DOUBLE = (
+    torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_rules_act_in_a_recomputation(reentrant):
     @casts.float_function
     def note(x):
         seen.append(x.dtype)
-        return x * 1
+        return x * x
 
     net = nn.Linear(2, 2)
     precision = OptLevel("O1", loss_scale=1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,11 @@ from fabricamp.precision import OptLevel
 from fabricamp.strategies.base import Strategy
 
 HALF_LEVELS = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
-Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,7 @@ def test_activation_checkpointing_in_a_forward_and_from_the_step(level, outer, i
         gradients.append([x.grad, *(p.grad for p in net.parameters())])
         assert len(set(net.seen)) == 1
         assert len(net.seen) == 1 if not recompute else len(net.seen) > 1 or (inner, outer) == (None, None)
-    for once, twice in zip(*gradients):
+    for once, twice in zip(*gradients, strict=True):
         assert once.dtype is twice.dtype
         torch.testing.assert_close(once, twice, rtol=2e-2, atol=8.0 if level == "O5" else 2.0)
 
@@ -294,7 +298,7 @@ def test_what_cannot_be_converted_is_refused():
         converted(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
     with pytest.raises(ValueError, match="without a shape"):
         converted(nn.Sequential(nn.LazyLinear(2)))
-    with pytest.raises(ValueError, match="weight is torch.float16 already"):
+    with pytest.raises(ValueError, match=r"weight is torch\.float16 already"):
         converted(nn.Linear(2, 2).half(), "O1")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,12 @@ from torch import nn
 
 from fabricamp.precision.casting import cast_floating
 
-Pair = namedtuple("Pair", ["left", "right"])
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -62,7 +68,7 @@ def check(old, new, dtype):
             check(old[key], new[key], dtype)
     elif isinstance(old, (list, tuple)):
         assert len(old) == len(new)
-        for one, two in zip(old, new):
+        for one, two in zip(old, new, strict=True):
             check(one, two, dtype)
     elif isinstance(old, (Record, Frozen)):
         check(old.left, new.left, dtype)

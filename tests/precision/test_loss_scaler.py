@@ -104,13 +104,13 @@ def test_state_of_other_levels():
     other.load_state_dict(state)  # before there is a scaler
     other.convert_module(module)
     assert other._scaler.state.scale.item() == 8.0
+    other.restore_module(module)
     for level in ("O4", "O0"):
         plain = OptLevel(level)
         plain.convert_module(module)
         plain.load_state_dict(state)
         assert (plain.scale, plain.skipped_steps, plain.drain()) == (1.0, 0, [])
     fresh = OptLevel("O1")
-    other.restore_module(module)
     fresh.convert_module(module)
     fresh.load_state_dict(plain.state_dict())
     fresh.load_state_dict({})

@@ -80,7 +80,7 @@ def test_the_half_copy_is_always_the_rounded_master(level):
     net, precision, optimizer = prepared(level)
     for seed in range(3):
         update(net, precision, optimizer, seed)
-        for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer)):
+        for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer), strict=True):
             assert torch.equal(holder, master.to(holder.dtype))
             assert (holder is master) == (holder.dtype is torch.float32)
 
@@ -94,12 +94,14 @@ def test_state_that_the_optimizer_has_already_moves_with_the_parameters():
         optimizer.zero_grad()
         return optimizer
 
-    net, precision, optimizer = prepared(make=make)
+    _net, _precision, optimizer = prepared(make=make)
     assert set(map(id, optimizer.state)) == set(map(id, masters(optimizer)))
     assert all(v.dtype is torch.float32 for s in optimizer.state.values() for v in s.values())
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+)
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_resumed_run_equals_a_straight_one(level, make):
     if level == "O3" and "Adam" in str(type(make([nn.Parameter(torch.zeros(1))]))):
@@ -118,7 +120,7 @@ def test_a_resumed_run_equals_a_straight_one(level, make):
     for seed in range(3, 6):
         update(*straight, seed)
         update(*resumed, seed)
-    for one, two in zip(masters(straight[2]), masters(resumed[2])):
+    for one, two in zip(masters(straight[2]), masters(resumed[2]), strict=True):
         assert torch.equal(one, two)
     for key, value in straight[0].state_dict().items():
         assert torch.equal(value, resumed[0].state_dict()[key])
@@ -139,7 +141,7 @@ def test_loading_refreshes_masters_with_every_bit(how):
     for key, value in other.items():
         loaded = how == "whole" or key.startswith("body") or key == "head.weight"  # tied to body.2.weight
         assert torch.equal(now[key], value) == (loaded or value.dtype is torch.int64), key
-    for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer)):
+    for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer), strict=True):
         assert torch.equal(holder, master.to(holder.dtype))
 
 
@@ -162,7 +164,7 @@ def test_replacing_the_parameters_is_refused():
 
 
 def test_refresh_after_edits_in_place():
-    net, precision, optimizer = prepared()
+    net, precision, _optimizer = prepared()
     with torch.no_grad():
         net.body[0].weight.fill_(0.25)
         net.table.fill_(0.5)
@@ -193,8 +195,8 @@ def test_restoring_gives_masters_to_module_and_optimizer(level):
     momenta = [optimizer.state[master]["momentum_buffer"] for master in masters(optimizer)]
     precision.restore_module(net)
     assert all(torch.equal(expected[key], value) for key, value in net.state_dict().items())
-    assert all(mine is theirs for mine, theirs in zip(masters(optimizer), parameters))
-    assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momenta))
+    assert all(mine is theirs for mine, theirs in zip(masters(optimizer), parameters, strict=True))
+    assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momenta, strict=True))
     assert "zero_grad" not in optimizer.__dict__
     net(torch.randn(4, 4)).sum().backward()
     optimizer.step()
@@ -209,12 +211,15 @@ def test_a_module_that_came_in_half_gets_fp32_masters():
     precision.convert_module(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     precision.setup_optimizers(net, [optimizer], Strategy())
-    assert all(master.dtype is torch.float32 and torch.equal(master, p.float()) for master, p in zip(masters(optimizer), net.parameters()))
+    assert all(
+        master.dtype is torch.float32 and torch.equal(master, p.float())
+        for master, p in zip(masters(optimizer), net.parameters(), strict=True)
+    )
 
 
 def test_a_strategy_with_masters_of_its_own():
     strategy = type("Sharded", (Strategy,), {"owns_master_weights": True})()
-    net, precision, optimizer = prepared(strategy=strategy)
+    net, _precision, optimizer = prepared(strategy=strategy)
     assert masters(optimizer)[0] is net.body[0].weight
 
 

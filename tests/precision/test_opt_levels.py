@@ -113,7 +113,7 @@ def test_overrides(given, field, value):
         ("O2", {"scale_window": 0}, "from 1"),
         ("O2", {"num_losses": 1.5}, "from 1"),
         ("O2", {"cast_model_type": torch.int8}, "floating dtype"),
-        ("O2", {"cast_model_type": "float61"}, "'float16'"),
+        ("O2", {"cast_model_type": "float61"}, "did you mean 'float"),
         ("O2", {"cast_model_outputs": 3}, "floating dtype"),
     ],
 )
@@ -166,6 +166,8 @@ def test_a_small_net_learns(level):
 
 
 def test_importing_brings_nothing_heavy():
-    code = "import torch, sys; before = set(sys.modules); import fabricamp.precision; print(*(set(sys.modules) - before))"
+    code = (
+        "import torch, sys; before = set(sys.modules); import fabricamp.precision; print(*(set(sys.modules) - before))"
+    )
     names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not [name for name in names if name.split(".")[0] in {"numpy", "rich", "torchmetrics", "cupy", "omegaconf"}]

@@ -116,10 +116,10 @@ def reference(level: str, make_optimizer, clip, accumulate):
                 loss = F.cross_entropy(module.net(x if dtype is None else x.to(dtype)).float(), y)
             (loss / accumulate * scale).backward()
             if keep:
-                for total, p in zip(sums, parameters):
-                    total += p.grad.float()
+                for total, p in zip(sums, parameters, strict=True):
+                    total.add_(p.grad.float())
                     p.grad = None
-        for total, m, p in zip(sums, masters, parameters):
+        for total, m, p in zip(sums, masters, parameters, strict=True):
             m.grad = (total if keep else p.grad.float()).div_(scale).to(m.dtype)
         if clip is not None and clip.algorithm == "norm" and level in {"O0", "O4"}:
             nn.utils.clip_grad_norm_(masters, clip.value)
@@ -132,7 +132,7 @@ def reference(level: str, make_optimizer, clip, accumulate):
             nn.utils.clip_grad_value_(masters, clip.value)
         optimizer.step()
         if keep:
-            for m, p in zip(masters, parameters):
+            for m, p in zip(masters, parameters, strict=True):
                 p.data.copy_(m)
     return module, masters
 
@@ -154,7 +154,7 @@ def test_equals_a_loop_by_hand(level, optimizer, clip, accumulate):
     updated = [p for g in train(precision, module, make, limit, accumulate).param_groups for p in g["params"]]
     expected, masters = reference(level, make, limit, accumulate)
     exact = clip != "norm" or level in {"O0", "O4"}
-    for mine, theirs in zip([*updated, *module.parameters()], [*masters, *expected.parameters()]):
+    for mine, theirs in zip([*updated, *module.parameters()], [*masters, *expected.parameters()], strict=True):
         assert mine.dtype == theirs.dtype
         if exact:
             assert torch.equal(mine, theirs)
@@ -185,11 +185,21 @@ def test_an_overflow_is_skipped_and_told_two_windows_later(level, optimizer, acc
         before = snapshot(module, stepped)
         told.append(
             window(
-                precision, module, stepped, micro, Clip(1.0), overflow if bad else None, (lambda *_: None) if seen else None
+                precision,
+                module,
+                stepped,
+                micro,
+                Clip(1.0),
+                overflow if bad else None,
+                (lambda *_: None) if seen else None,
             )
         )
         after = snapshot(module, stepped)
-        same = [torch.equal(old, new) for old, new in zip(before, after)] if len(before) == len(after) else [False]
+        same = (
+            [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+            if len(before) == len(after)
+            else [False]
+        )
         assert all(same) if bad else not all(same)
     assert told[:2] == [None, None]
     assert [verdict.applied for verdict in told[2:]] == [True, True, False, True]
@@ -215,7 +225,7 @@ def test_fused_sgd_survives_an_overflow_in_its_first_step():
         for batch in data[1:]:
             window(precision, module, optimizer, [batch])
         weights.append(snapshot(module, optimizer))
-    for skipped, never in zip(*weights):
+    for skipped, never in zip(*weights, strict=True):
         assert torch.equal(skipped, never)
 
 
@@ -300,7 +310,7 @@ def test_looking_at_gradients_changes_nothing_and_shows_unscaled_ones(level, cli
             window(precision, module, optimizer, [batch], CLIPS[clip], look=look)
         weights.append(snapshot(module, optimizer))
     exact = clip != "norm" and level != "O3"
-    for plain, looked in zip(*weights):
+    for plain, looked in zip(*weights, strict=True):
         torch.testing.assert_close(plain, looked, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-3)
     assert all(gradient.abs().max() < 10 for gradient in shown.values())  # the scale is 65536
 
@@ -308,7 +318,9 @@ def test_looking_at_gradients_changes_nothing_and_shows_unscaled_ones(level, cli
 @pytest.mark.parametrize("how", ["parameters", "optimizer", "replaced"])
 def test_edits_of_shown_gradients_count(how):
     def halve(module, optimizer):
-        for p in module.parameters() if how != "optimizer" else [p for g in optimizer.param_groups for p in g["params"]]:
+        for p in (
+            module.parameters() if how != "optimizer" else [p for g in optimizer.param_groups for p in g["params"]]
+        ):
             if how == "replaced":
                 p.grad = p.grad * 0.5
             else:
@@ -321,7 +333,7 @@ def test_edits_of_shown_gradients_count(how):
         for batch in batches(3):
             window(precision, module, optimizer, [batch], look=look)
         weights.append(snapshot(module, optimizer))
-    for expected, edited in zip(*weights):
+    for expected, edited in zip(*weights, strict=True):
         assert torch.equal(expected, edited)
 
 
@@ -352,8 +364,8 @@ def test_several_losses_have_a_scale_each(level):
             precision.backward(loss * (float("inf") if (index, loss_id) == (1, 1) else 1.0), loss_id)
         before = snapshot(module, optimizer)
         precision.step(optimizer)
-        same = [torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer))]
-        assert all(same) == (index == 1)
+        after = snapshot(module, optimizer)
+        assert (len(before) == len(after) and all(map(torch.equal, before, after))) == (index == 1)
         verdict = precision.close_window(loss)
     assert [state.scale.item() for state in precision._scaler.losses] == [2.0**16, 2.0**15]
     assert not verdict.applied
@@ -373,7 +385,7 @@ def test_several_losses_add_up():
                     precision.accumulate()
             precision.step(optimizer)
         weights.append(snapshot(module, optimizer))
-    for one, two in zip(*weights):
+    for one, two in zip(*weights, strict=True):
         assert torch.equal(one, two)
 
 
@@ -396,7 +408,7 @@ def test_the_divisor_of_a_strategy_is_part_of_the_multiplier(level):
         tensors = [holder.grad for holder in precision.gradient_holders(optimizer)]
         precision.step(optimizer, Gradients(tensors=tensors, divisor=divisor))
         weights.append(snapshot(module, optimizer))
-    for one, two in zip(*weights):
+    for one, two in zip(*weights, strict=True):
         torch.testing.assert_close(one, two)
 
 
@@ -414,7 +426,7 @@ def test_full_precision_takes_gradients_from_a_strategy_too():
             precision.unscale(optimizer, gradients)
         precision.step(optimizer, gradients)
         weights.append(snapshot(module, optimizer))
-    for one, two in zip(*weights):
+    for one, two in zip(*weights, strict=True):
         assert torch.equal(one, two)
 
 
@@ -465,7 +477,7 @@ def test_zero_grad_reaches_half_weights_and_sums():
         assert all(p.grad is None for p in module.parameters())
         before = snapshot(module, optimizer)
         precision.step(optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer)))
+        assert all(torch.equal(a, b) for a, b in zip(before, snapshot(module, optimizer), strict=True))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -487,11 +499,10 @@ def test_parameters_added_and_unfrozen_later(accumulate):
         window(precision, module, optimizer, data[index * accumulate : (index + 1) * accumulate])
     assert precision.accumulation_buffers() is held
     assert not torch.equal(frozen, module.net.first.weight)
-    for group in optimizer.param_groups:
-        for updated, holder in zip(group["params"], precision.gradient_holders(optimizer)):
-            assert updated.dtype is torch.float32
     masters = [p for g in optimizer.param_groups for p in g["params"]]
-    assert all(torch.equal(m.to(h.dtype), h) for m, h in zip(masters, precision.gradient_holders(optimizer)))
+    assert all(
+        torch.equal(m.to(h.dtype), h) for m, h in zip(masters, precision.gradient_holders(optimizer), strict=True)
+    )
 
 
 def test_a_closure_is_refused_where_it_cannot_work():

@@ -1,0 +1,10 @@
+"""``python -m fabricamp``: the same as the command ``fabricamp``."""
+
+from __future__ import annotations
+
+import sys
+
+from fabricamp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

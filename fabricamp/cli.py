@@ -1,0 +1,149 @@
+"""The command ``fabricamp``: fit, validate, test and predict from a configuration file, and a doctor for the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+RUNS = {
+    "fit": "train, from the start or on from ckpt_path",
+    "validate": "run the validation loop once",
+    "test": "run the test loop once",
+    "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
+}
+COMMANDS = (*RUNS, "doctor")
+
+OVERVIEW = """\
+A PyTorch trainer.  A run is described by a YAML file:
+
+  seed: 1
+  trainer:                        # arguments of fabricamp.Trainer
+    max_epochs: 20
+    precision: O1
+    callbacks:
+      - _target_: fabricamp.callbacks.EarlyStopping
+        monitor: val_loss
+  module:                         # your TrainingModule, and its arguments
+    _target_: my_package.MyModule
+    lr: 1e-3
+  data:                           # your DataModule; leave it out where the module has the loaders
+    _target_: my_package.MyData
+    batch_size: ${variables.batch}
+  variables:                      # your own values, for ${...}
+    batch: 64
+"""
+
+EXAMPLES = """\
+examples:
+  fabricamp fit config.yaml
+  fabricamp fit config.yaml trainer.precision=O1 trainer.devices=2 module.lr=3e-4
+  fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.limit_train_batches=0.1'
+  fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
+  fabricamp doctor
+
+exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other failure, 130 after Ctrl-C
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 2
+    try:
+        if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+            hint = nearest(arguments[0], COMMANDS)
+            raise ConfigError(f"{arguments[0]!r} is no command{hint} (known: {', '.join(COMMANDS)})")
+        options = parser.parse_intermixed_args(arguments) if arguments[0] == "doctor" else parser.parse_args(arguments)
+        return _doctor() if options.command == "doctor" else _run(options)
+    except (ConfigError, CheckpointError) as error:
+        return _explain(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fabricamp import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="fabricamp",
+        description=OVERVIEW,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fabricamp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, summary in RUNS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("config", type=Path, help="the YAML file")
+        command.add_argument(
+            "overrides",
+            nargs=argparse.REMAINDER,
+            metavar="key=value",
+            help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
+        )
+    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say how to mend what is broken"
+    commands.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fabricamp.config import build_parts, check_config, read_config
+
+    content = read_config(options.config, options.overrides)
+    check_config(content)
+    trainer, module, data, ckpt_path = build_parts(content)
+    entry: Any = getattr(trainer, options.command)
+    result = entry(module, datamodule=data, ckpt_path=ckpt_path)
+    if options.command == "predict":
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero:
+            _save_predictions(folder / "predictions.pt", result)
+    return 0
+
+
+def _save_predictions(path: Path, predictions: Any) -> None:
+    from fabricamp.checkpoint import write_checkpoint
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(path, {"predictions": predictions})
+    print(f"predictions: {path}")
+
+
+def _doctor() -> int:
+    from fabricamp.doctor import examine, show
+
+    checks = examine()
+    show(checks)
+    return 1 if any(one.status == "broken" for one in checks) else 0
+
+
+def _explain(error: FabricampError) -> int:
+    """Says what is wrong, without a traceback, and returns the exit code."""
+    from fabricamp.launch import record_failure
+    from fabricamp.launch.environment import STARTED_BY
+
+    # A process that started this one shows what is written down here: without the way that the error took either.
+    error.__cause__, error.__suppress_context__ = None, True
+    record_failure(error.with_traceback(None))
+    if STARTED_BY not in os.environ:
+        print(f"fabricamp: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1

@@ -1,0 +1,295 @@
+"""Configuration files for the command line: read, overridden, checked against what they build, and built."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.module import TrainingModule
+from fabricamp.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from fabricamp.data import DataModule
+
+__all__ = ["Parts", "SaveConfig", "build_parts", "check_config", "read_config"]
+
+TARGET = "_target_"
+SECTIONS = {
+    "trainer": "the Trainer's arguments",
+    "module": "the TrainingModule: its class as _target_, and its arguments",
+    "data": "the DataModule: its class as _target_, and its arguments",
+    "seed": "a number for seed_everything, or null",
+    "ckpt_path": "the checkpoint to start from, or null",
+    "variables": "values of your own, for ${variables.name}",
+    "import_from": "the folders that _target_ is looked for in",
+}
+"""What stands at the top of a configuration file."""
+
+
+class Parts(NamedTuple):
+    """What a configuration describes, built."""
+
+    trainer: Trainer
+    module: TrainingModule
+    data: DataModule | None
+    ckpt_path: str | None
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the file's content with ``key=value`` overrides put in and interpolations resolved.
+
+    Raises :class:`ConfigError` for what cannot be read; :func:`check_config` looks at what it means.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    content = _load(path)
+    for override in overrides:
+        _put(content, override)
+    try:
+        OmegaConf.resolve(content)
+        resolved = OmegaConf.to_container(content, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)} (at {error.full_key})") from None
+    assert isinstance(resolved, dict)
+    folders = resolved.get("import_from", [])
+    if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
+        raise ConfigError(f"import_from={folders!r} is not a list of folders; write import_from: [folder, ...]")
+    # Absolute, so that the copy beside the logs works from there.
+    given = [path.parent / folder for folder in folders]
+    resolved["import_from"] = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
+    return resolved
+
+
+def check_config(content: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for a key or class that does not exist or an argument that is missing; builds nothing."""
+    for key in content:
+        if key not in SECTIONS:
+            known = ", ".join(SECTIONS)
+            raise ConfigError(f"{key!r} is no section of a configuration{nearest(key, SECTIONS)} (known: {known})")
+    for name in ("trainer", "module", "data"):
+        section = content.get(name)
+        if not isinstance(section, dict | None):
+            raise ConfigError(f"{name}={section!r} is not a mapping; {name} takes {SECTIONS[name]}")
+        if TARGET not in (section or {}) and (name == "module" or (name == "data" and section)):
+            raise ConfigError(f"{name} has no {TARGET}; write {name}.{TARGET}: package.Class ({SECTIONS[name]})")
+    for folder in reversed(content.get("import_from", [])):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    if not isinstance(content.get("seed"), int | None) or isinstance(content.get("seed"), bool):
+        raise ConfigError(f"seed={content['seed']!r} is not a whole number; give one, or null")
+    _check_node(_trainer_section(content), "trainer")
+    _check_node(content["module"], "module", TrainingModule)
+    _check_node(content.get("data"), "data")
+
+
+def build_parts(content: Mapping[str, Any]) -> Parts:
+    """Returns what a checked configuration describes; seeds first."""
+    if content.get("seed") is not None:
+        from fabricamp.rng import seed_everything
+
+        seed_everything(content["seed"])
+    arguments = {key: _build(value) for key, value in _trainer_section(content).items()}
+    callbacks = arguments.get("callbacks") or []
+    arguments["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), SaveConfig(content)]
+    trainer = _locate(arguments.pop(TARGET), "trainer")(**arguments)
+    return Parts(trainer, _build(content["module"]), _build(content.get("data")), content.get("ckpt_path"))
+
+
+class SaveConfig(Callback):
+    """Writes the configuration of a run as ``config.yaml`` into the folder of its logs."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = dict(content)
+
+    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+        """Writes the file, on rank 0; nothing where nothing is logged."""
+        folder = trainer.log_dir if trainer.loggers else None
+        if folder is None or not trainer.is_global_zero:
+            return
+        from omegaconf import OmegaConf
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.content)), encoding="utf-8")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> Any:
+    """Returns the file as an OmegaConf container."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+
+    if not path.is_file():
+        siblings = [str(one) for one in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        matches = difflib.get_close_matches(str(path), siblings, n=1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        raise ConfigError(f"{str(path)!r} is {'a folder' if path.is_dir() else 'not there'}; give a YAML file{hint}")
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, DictConfig) or not content:
+        raise ConfigError(
+            f"{path} holds no mapping; write sections such as trainer: and module: (see fabricamp --help)"
+        )
+    return content
+
+
+def _put(content: Any, override: str) -> None:
+    """Puts one ``key=value`` into the container."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, equals, text = override.partition("=")
+    if not equals or not key or key != key.strip() or key.startswith("-"):
+        bare = key.strip().lstrip("-") or "trainer.precision"
+        example = f"{bare}={text.strip() or 'VALUE'}"
+        raise ConfigError(f"{override!r} is no override; write key=value without spaces or dashes, as in {example}")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{override!r}: the value cannot be read as YAML ({' '.join(str(error).split())}); "
+            "quote the whole override for the shell, as in 'trainer.devices=[0, 1]'"
+        ) from None
+    assert isinstance(parsed, dict)
+    _check_way(content, key, override)
+    try:
+        OmegaConf.update(content, key, parsed["value"], merge=False)
+    except (OmegaConfBaseException, IndexError) as error:
+        raise ConfigError(f"{override!r} cannot be put in: {_first_line(error)}") from None
+
+
+def _check_way(content: Any, key: str, override: str) -> None:
+    """Raises :class:`ConfigError` where ``key`` leads through a plain value, which would silently be replaced."""
+    from omegaconf import OmegaConf
+
+    words = key.split(".")
+    for end in range(1, len(words)):
+        parent = OmegaConf.to_container(content, resolve=False)
+        for word in words[:end]:
+            parent = _child(parent, word)
+        if parent is None:
+            return
+        if not isinstance(parent, dict | list) and not str(parent).startswith("${"):
+            raise ConfigError(
+                f"{override!r}: {'.'.join(words[:end])} is {parent!r}, which has no {words[end]!r} below it"
+            )
+
+
+def _child(parent: Any, word: str) -> Any:
+    if isinstance(parent, dict):
+        return parent.get(word)
+    return parent[int(word)] if isinstance(parent, list) and word.isdigit() and int(word) < len(parent) else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+# -- checking and building ---------------------------------------------------------------------------------------------------------
+
+
+def _trainer_section(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {TARGET: "fabricamp.Trainer", **(content.get("trainer") or {})}
+
+
+def _check_node(node: Any, where: str, kind: type | None = None) -> None:
+    """Checks everything with a ``_target_`` in ``node``, the outermost first."""
+    if isinstance(node, dict) and TARGET in node:
+        target = _locate(node[TARGET], where)
+        if kind is not None and isinstance(target, type) and not issubclass(target, kind):
+            raise ConfigError(
+                f"{where}.{TARGET}={node[TARGET]!r} is no {kind.__name__}; derive the class from fabricamp.{kind.__name__}"
+            )
+        _check_arguments(target, {key: value for key, value in node.items() if key != TARGET}, where)
+    for key, value in _children(node):
+        _check_node(value, f"{where}.{key}")
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list):
+        yield from enumerate(node)
+
+
+def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
+    """Raises :class:`ConfigError` for arguments that ``target`` does not take, or lacks."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:
+        # Written in C, without a signature: the call itself will tell.
+        return
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    # The Trainer takes any keyword only to refuse it with a good message of its own.
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters) and target is not Trainer
+    name = getattr(target, "__name__", str(target))
+    for key in arguments:
+        if key not in named and not takes_any:
+            known = ", ".join(named) or "none"
+            raise ConfigError(f"{where}.{key} is not known{nearest(key, named)} ({name} takes: {known})")
+    for key, one in named.items():
+        if one.default is one.empty and key not in arguments:
+            raise ConfigError(f"{where}.{key} is missing, and {name} needs it; add {where}.{key}=VALUE")
+
+
+def _locate(target: Any, where: str) -> Callable[..., Any]:
+    """Returns the class or function with this dotted name."""
+    words = target.split(".") if isinstance(target, str) else []
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ConfigError(f"{where}.{TARGET}={target!r} is no dotted name; write package.module.Class")
+    found, rest = _import_longest(words, where)
+    for word in rest:
+        if not hasattr(found, word):
+            raise ConfigError(
+                f"{where}.{TARGET}={target!r}: {found.__name__} has no {word!r}{nearest(word, dir(found))}"
+            )
+        found = getattr(found, word)
+    if not callable(found):
+        raise ConfigError(f"{where}.{TARGET}={target!r} is a {type(found).__name__}; name a class or a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
+    """Imports the module that the name begins with; returns it and the words after it."""
+    for end in range(len(words) - 1, 0, -1):
+        name = ".".join(words[:end])
+        try:
+            return importlib.import_module(name), words[end:]
+        except ModuleNotFoundError as error:
+            # Only where the name itself leads nowhere; what a found module fails to import is told by its traceback.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+    raise ConfigError(
+        f"{where}.{TARGET}={'.'.join(words)!r}: there is no module {words[0]!r}{nearest(words[0], _modules_nearby())}; name one "
+        "that is installed, or lies beside the configuration or in a folder of import_from"
+    )
+
+
+def _modules_nearby() -> list[str]:
+    """Names of the modules in the folders that ``import_from`` put first."""
+    return [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")] + ["fabricamp"]
+
+
+def _build(node: Any) -> Any:
+    """Returns ``node`` with every mapping that has a ``_target_`` replaced by what it describes, the innermost first."""
+    if isinstance(node, list):
+        return [_build(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    built = {key: _build(value) for key, value in node.items()}
+    if TARGET not in built:
+        return built
+    return _locate(built.pop(TARGET), "")(**built)
