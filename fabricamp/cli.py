@@ -47,7 +47,7 @@ EXAMPLES = """\
 examples:
   fabricamp fit config.yaml
   fabricamp fit config.yaml trainer.precision=O1 trainer.devices=2 module.lr=3e-4
-  fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.limit_train_batches=0.1'
+  fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
   fabricamp doctor
 
@@ -63,13 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
-            hint = nearest(arguments[0], COMMANDS)
-            raise ConfigError(f"{arguments[0]!r} is no command{hint} (known: {', '.join(COMMANDS)})")
-        options = parser.parse_intermixed_args(arguments) if arguments[0] == "doctor" else parser.parse_args(arguments)
-        return _doctor() if options.command == "doctor" else _run(options)
+        _check_command(arguments[0])
+        # Unknown options go to the overrides, whose error says how these are written.
+        options, unknown = parser.parse_known_args(arguments)
+        if options.command != "doctor":
+            return _run(options.command, options.config, [*options.overrides, *unknown])
+        if unknown:
+            parser.error(f"doctor takes no arguments, given: {' '.join(unknown)}")
+        return _doctor()
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
+
+
+def _check_command(word: str) -> None:
+    if word not in COMMANDS and not word.startswith("-"):
+        raise ConfigError(f"{word!r} is no command{nearest(word, COMMANDS)} (known: {', '.join(COMMANDS)})")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", type=Path, help="the YAML file")
         command.add_argument(
             "overrides",
-            nargs=argparse.REMAINDER,
+            nargs="*",
+            default=[],
             metavar="key=value",
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
@@ -105,15 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(command: str, path: Path, overrides: list[str]) -> int:
     from fabricamp.config import build_parts, check_config, read_config
 
-    content = read_config(options.config, options.overrides)
+    content = read_config(path, overrides)
     check_config(content)
     trainer, module, data, ckpt_path = build_parts(content)
-    entry: Any = getattr(trainer, options.command)
+    entry: Any = getattr(trainer, command)
     result = entry(module, datamodule=data, ckpt_path=ckpt_path)
-    if options.command == "predict":
+    if command == "predict":
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
             _save_predictions(folder / "predictions.pt", result)

@@ -56,17 +56,16 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         _put(content, override)
     try:
         OmegaConf.resolve(content)
-        resolved = OmegaConf.to_container(content, throw_on_missing=True)
+        resolved: Any = OmegaConf.to_container(content, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)} (at {error.full_key})") from None
-    assert isinstance(resolved, dict)
     folders = resolved.get("import_from", [])
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise ConfigError(f"import_from={folders!r} is not a list of folders; write import_from: [folder, ...]")
     # Absolute, so that the copy beside the logs works from there.
     given = [path.parent / folder for folder in folders]
     resolved["import_from"] = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
-    return resolved
+    return dict(resolved)
 
 
 def check_config(content: Mapping[str, Any]) -> None:
@@ -129,6 +128,8 @@ def _load(path: Path) -> Any:
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
+    if "=" in path.name and not path.exists():
+        raise ConfigError(f"{str(path)!r} is an override; the file comes first: fabricamp fit config.yaml {path}")
     if not path.is_file():
         siblings = [str(one) for one in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         matches = difflib.get_close_matches(str(path), siblings, n=1)

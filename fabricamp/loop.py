@@ -16,8 +16,10 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimization import SchedulerConfig, demands_closure
+from fabricamp.precision.base import Precision
 from fabricamp.schedules import Schedules
 from fabricamp.state import RunState, Scope
+from fabricamp.strategies.base import IN_PLACE, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
     from fabricamp.data import Feed
     from fabricamp.metrics import Metrics
-    from fabricamp.precision.base import Clip, Precision, Verdict
-    from fabricamp.strategies.base import Gradients, Strategy
+    from fabricamp.precision.base import Clip, Verdict
+    from fabricamp.strategies.base import Gradients
     from fabricamp.watchdog import StopAgreement
 
 __all__ = ["FitLoop", "FitParts", "Limits"]
@@ -83,6 +85,7 @@ class FitLoop:
         self.limits = parts.limits
         self._accumulate = parts.limits.accumulate
         self._clip = parts.clip
+        self._max_steps = parts.limits.max_steps
         self._validates = parts.validate is not None
         self._buffers = parts.precision.accumulation_buffers()
         self._wrapped = parts.step
@@ -92,6 +95,7 @@ class FitLoop:
         self._bind_overrides(parts.module)
         self._loss: Tensor | None = None
         self._stepped = False
+        self._due = 0
         self._unreported_skips = 0
         self.schedules = Schedules(
             parts.schedulers if parts.module.automatic_optimization else [], parts.module, parts.metrics, parts.state
@@ -110,6 +114,15 @@ class FitLoop:
     def _bind_overrides(self, module: TrainingModule) -> None:
         own = partial(overrides, module, base=TrainingModule)
         self._run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+        # What only passes a call on is left out of it: a Python call costs as much as three hooks.
+        precision = self.precision
+        scales = overrides(precision, "backward", Precision)
+        self._forward = (
+            partial(precision.forward, self._step) if overrides(precision, "forward", Precision) else self._step
+        )
+        self._backward = partial(precision.backward, run=self._run_backward) if scales else self._run_backward
+        self._closes = overrides(precision, "close_window", Precision)
+        self._exchanges = self._buffers is not None or overrides(self.strategy, "reduce_gradients", Strategy)
         self._own_zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
         self._own_clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
         self._own_step = module.optimizer_step if own("optimizer_step") else None
@@ -160,6 +173,7 @@ class FitLoop:
         if wrapped is not self._wrapped:
             self._wrapped = wrapped
             self._step = _with_index(wrapped, self.parts.module.training_step)
+            self._bind_overrides(self.parts.module)
 
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
@@ -182,7 +196,7 @@ class FitLoop:
                 hook(outputs, batch, batch_idx)
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
-            if self._stepped:
+            if self._stepped and state.global_step >= self._due:
                 self._after_step()
             if self._validates and self._validation_is_due(last):
                 self._validate()
@@ -190,7 +204,7 @@ class FitLoop:
                 self.parts.agreement.hold()
             if self._stepped or last:
                 self._stepped = False
-                if self._done(in_epoch=True):
+                if (state.should_stop or state.global_step >= self._max_steps) and self._done(in_epoch=True):
                     break
         self._check_fed()
         state.batch = None
@@ -214,13 +228,17 @@ class FitLoop:
         )
 
     def _after_step(self) -> None:
+        """What is not to be done at every step: flushes and their arrival, the look at the clock."""
         step, limits = self.state.global_step, self.limits
         self.metrics.poll(step)
         if step % limits.log_every == 0:
             self.metrics.flush(step)
             self._report_skips()
-        if limits.deadline is not None and time.monotonic() >= limits.deadline:
-            self.parts.agreement.request("max_time")
+        self._due = min(self.metrics.due, step - step % limits.log_every + limits.log_every)
+        if limits.deadline is not None:
+            self._due = step + 1
+            if time.monotonic() >= limits.deadline:
+                self.parts.agreement.request("max_time")
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------------------
 
@@ -236,7 +254,7 @@ class FitLoop:
         return outputs
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
-        output = self.precision.forward(self._step, batch, batch_idx)
+        output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
             return None
@@ -249,7 +267,7 @@ class FitLoop:
             loss = loss / self._accumulate
         for hook in self._before_backward:
             hook(loss)
-        self.precision.backward(loss, run=self._run_backward)
+        self._backward(loss)
         for hook in self._after_backward:
             hook()
         if self._buffers is not None:
@@ -272,7 +290,7 @@ class FitLoop:
         optimizer, loss = self._optimizer, self._loss
         self._loss = None
         if optimizer is not None:
-            gradients = self.strategy.reduce_gradients(buffers=self._buffers)
+            gradients = self.strategy.reduce_gradients(buffers=self._buffers) if self._exchanges else IN_PLACE
             if self._gradients_are_seen:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
             else:
@@ -293,7 +311,7 @@ class FitLoop:
         self.precision.step(optimizer, gradients, clip, run)
 
     def _close_window(self, loss: Tensor | None) -> None:
-        verdict = self.precision.close_window(loss)
+        verdict = self.precision.close_window(loss) if self._closes else None
         self.state.global_step += 1
         self._stepped = True
         if verdict is not None:
@@ -313,7 +331,7 @@ class FitLoop:
     # -- other ways to make an update --------------------------------------------------------------------------------------------
 
     def _run_manual(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        output = self.precision.forward(self._step, batch, batch_idx)
+        output = self._forward(batch, batch_idx)
         if self._stepped:
             self._close_window(self._loss)
             self._loss = None

@@ -126,19 +126,10 @@ class Trainer(TrainerProperties):
     def _choose_processes(self, accelerator: str, devices: int | str | list[int], strategy: str | Strategy) -> None:
         """Decides how many processes there are, on what, and whether this one has to start them."""
         self._environment = launch.detect()
-        self.device_type, self._device_indices = launch.resolve_devices(accelerator, devices)
+        self.device_type, self._device_indices = launch.resolve_devices(accelerator, devices, self._environment)
         local = len(self._device_indices)
-        if self._environment is not None:
-            launch.check_environment(self._environment, None if devices == "auto" else local, self.settings.num_nodes)
-            world_size = self._environment.world_size
-        else:
-            world_size = local * self.settings.num_nodes
-        if self._environment is None and self.settings.num_nodes > 1:
-            raise ConfigError(
-                f"num_nodes={self.settings.num_nodes} needs a process on every node: start the script with torchrun "
-                f"(torchrun --nnodes={self.settings.num_nodes} --nproc_per_node={local} --rdzv_backend=c10d "
-                "--rdzv_endpoint=HOST:PORT script.py) or srun"
-            )
+        launch.check_environment(self._environment, None if devices == "auto" else local, self.settings.num_nodes)
+        world_size = local if self._environment is None else self._environment.world_size
         self.strategy = strategy_from(strategy, world_size)
         self.num_processes = local
         self._launches = self._environment is None and world_size > 1
@@ -227,8 +218,9 @@ class Trainer(TrainerProperties):
         assert session is not None
         try:
             with deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark), self._anomalies():
-                session.open(path)
+                # Before there are loader workers: these then leave Ctrl-C to this process.
                 with interrupts(session.agreement):
+                    session.open(path)
                     if stage is Stage.FIT:
                         session.fit_loop().run()
                         self._leave_fit(session)
@@ -338,11 +330,11 @@ class Trainer(TrainerProperties):
         Console().print(table)
 
     def _fail(self, session: Session, error: BaseException) -> None:
+        launch.record_failure(error)
         call_all(session.hooks.callbacks("on_exception"), error)
         if session.source.datamodule is not None:
             session.source.datamodule.on_exception(error)
         session.close(failed=True)
-        launch.record_failure(error)
 
     def _leave_interrupted(self) -> None:
         """After Ctrl-C: a script ends here (exit code 130) rather than going on to its next line; a prompt gets its turn."""

@@ -95,7 +95,9 @@ class DigitsData(DataModule):
     def train_dataloader(self) -> DataLoader:
         processes = self.trainer.world_size
         if self.batch_size % processes:
-            raise ConfigError(f"batch_size={self.batch_size} cannot be shared by {processes} processes; give a multiple")
+            raise ConfigError(
+                f"batch_size={self.batch_size} cannot be shared by {processes} processes; give a multiple"
+            )
         return DataLoader(self.train, batch_size=self.batch_size // processes, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:

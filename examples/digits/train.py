@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -82,7 +81,7 @@ def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str,
 
 def shown(path: Path | str) -> str:
     """Returns the path as one would type it here."""
-    path = Path(os.path.abspath(path))
+    path = Path(path).absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

@@ -47,7 +47,7 @@ class Metrics(Recording):
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
         self._evaluated: dict[str, float] = {}
         self._pending: deque[exchange.Snapshot] = deque()
-        self._due = _NOTHING_DUE
+        self.due = _NOTHING_DUE
 
     def flush(self, step: int) -> None:
         """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
@@ -61,7 +61,7 @@ class Metrics(Recording):
         table.clear_steps(snapshot.sent)
         if snapshot.event is not None:
             self._pending.append(snapshot)
-            self._due = self._pending[0].step + _LAG
+            self.due = self._pending[0].step + _LAG
             return
         rows, complete = exchange.read(snapshot, table, self._strategy)
         self._deliver(rows, step)
@@ -70,7 +70,7 @@ class Metrics(Recording):
 
     def poll(self, step: int) -> None:
         """Delivers the flushes that are two windows old; the loop calls it at every step boundary."""
-        if step >= self._due:
+        if step >= self.due:
             self._deliver_pending(step - _LAG)
 
     def drain(self) -> None:
@@ -138,7 +138,7 @@ class Metrics(Recording):
             snapshot = self._pending.popleft()
             rows, _ = exchange.read(snapshot, self._table(Table.TRAINING), self._strategy)
             self._deliver(rows, snapshot.step)
-        self._due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
+        self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
     def _deliver(self, rows: Sequence[exchange.Row], step: int) -> None:
         values: list[tuple[Published, float]] = []

@@ -38,12 +38,14 @@ def close(mine, exact):
     st.booleans(),
 )
 def test_scale(sources, dtype, factor, limit, on_device):
+    before = [s.clone() for s in sources]
     exact = [s.double() * torch.tensor(factor).double() for s in sources]
     exact = [e if limit is None else e.clamp(-limit, limit) for e in exact]
     destinations = sources if dtype is None else [torch.empty_like(s, dtype=dtype) for s in sources]
     ops.scale(sources, destinations, torch.tensor(factor) if on_device else factor, limit)
     for mine, value in zip(destinations, exact, strict=True):
         close(mine, value)
+    assert dtype is None or all(map(torch.equal, before, sources))
 
 
 def test_scale_computes_in_fp32():

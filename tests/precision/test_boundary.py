@@ -290,7 +290,7 @@ def test_restoring_gives_back_the_very_weights():
         assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
         net(torch.randn(2, 4)).sum().backward()
-        assert net[0].weight.grad.dtype is torch.float32
+        assert net[0].weight.grad.dtype is net[0].weight.grad_dtype is torch.float32
 
 
 def test_what_cannot_be_converted_is_refused():

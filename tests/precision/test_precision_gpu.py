@@ -28,8 +28,9 @@ def prepared(level, accumulate=1, **options):
     module, precision = net(), OptLevel(level, **options)
     precision.accumulating = accumulate > 1
     precision.convert_module(module)
-    make = torch.optim.SGD if level == "O3" else torch.optim.AdamW
-    optimizer = make(module.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    if level == "O3":  # Adam's eps of 1e-8 is 0 in half
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=True)
     precision.setup_optimizers(module, [optimizer], Strategy())
     return module, precision, optimizer
 

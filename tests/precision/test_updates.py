@@ -260,6 +260,8 @@ def count_host_reads(monkeypatch):
 def test_nothing_is_read_by_the_host(monkeypatch, level, name, accumulate):
     module, precision = task(), OptLevel(level)
     optimizer = start(precision, module, lambda p: getattr(torch.optim, name)(p, lr=0.01, fused=True), accumulate)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        pytest.skip("this torch does not say that its fused Adagrad can skip")
     data = batches(4 * accumulate)
     window(precision, module, optimizer, data[:accumulate])
     reads = count_host_reads(monkeypatch)

@@ -1,0 +1,51 @@
+# Every goal sets up the virtual environment first where it is not there yet.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+COMMA := ,
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
+
+.PHONY: help setup demo test lint layers types format
+
+help: ## what can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+setup: $(STAMP) ## the virtual environment with torch, the package and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@echo "setting up $(VENV): takes about a minute where the packages are near"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# Without a GPU: the CPU build by its full name, which never brings CUDA packages of several GB.
+ifeq ($(HAS_GPU)$(shell uname -s),Linux)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || \
+		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" --extra-index-url $(CPU_BUILDS)
+endif
+	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]" -c constraints.txt
+	@touch $@
+
+demo: $(STAMP) ## trains the digits example; ends with a table of what came out and where it is
+	$(BIN)/python examples/digits/train.py
+
+test: $(STAMP) ## the whole suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(STAMP) layers ## ruff, its formatter, codespell, and the import layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/codespell
+
+layers: $(STAMP) ## imports go one way
+	$(BIN)/lint-imports
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+format: $(STAMP) ## formats, and mends what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format

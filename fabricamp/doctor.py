@@ -1,0 +1,224 @@
+"""Looks at the machine: what is installed, whether it fits together, and what to do where it does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Check", "examine", "show"]
+
+Status = Literal["ok", "absent", "broken"]
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+
+class Check(NamedTuple):
+    """One thing looked at; ``absent`` is what a run can do without, ``broken`` is what has to be mended."""
+
+    name: str
+    found: str
+    status: Status = "ok"
+    cure: str = ""
+
+
+def examine() -> list[Check]:
+    """Looks at everything; needs no GPU, and changes nothing."""
+    checks = [check_python(), check_torch(torch.__version__), check_cuda(), *check_gpus()]
+    checks += [*check_links(), check_exchange(), check_cupy(_installed(CUPY_PACKAGES), torch.version.cuda)]
+    return [*checks, *check_kernels(), *check_packages()]
+
+
+def show(checks: Sequence[Check]) -> None:
+    """Prints one table: a row for each check, with the cure where something is amiss."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "absent": "yellow", "broken": "bold red"}
+    console = Console()
+    table = Table("check", "found", "status", "cure", title="fabricamp doctor")
+    for one in checks:
+        # As text: in markup, the name of an extra in brackets would be taken for a style and vanish.
+        table.add_row(Text(one.name), Text(one.found), Text(one.status, colours[one.status]), Text(one.cure))
+    console.print(table)
+    count = sum(one.status == "broken" for one in checks)
+    console.print(f"{count} broken; the cure stands beside it" if count else "nothing is broken")
+
+
+def check_python() -> Check:
+    """Is the interpreter new enough."""
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < OLDEST_PYTHON:
+        return Check("Python", found, "broken", "make a virtual environment with Python 3.11 or newer")
+    return Check("Python", found)
+
+
+def check_torch(version: str) -> Check:
+    """Is torch new enough; which build it is."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    if numbers < OLDEST_TORCH:
+        return Check("torch", f"{version} ({build})", "broken", "pip install --upgrade 'torch>=2.11'")
+    return Check("torch", f"{version} ({build} build)")
+
+
+def check_cuda() -> Check:
+    """Do driver and torch's build fit together."""
+    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    version = driver.splitlines()[0] if driver else ""
+    if torch.cuda.is_available():
+        return Check("CUDA", f"{torch.version.cuda}, driver {version or 'unknown'}")
+    if version and torch.version.cuda is None:
+        return Check(
+            "CUDA", f"driver {version}, but torch is the CPU build", "broken", "install a CUDA build of torch (pip)"
+        )
+    if version:
+        cure = f"update the driver to one for CUDA {torch.version.cuda}, or check CUDA_VISIBLE_DEVICES"
+        return Check("CUDA", f"driver {version}, but torch {torch.version.cuda} finds no GPU", "broken", cure)
+    return Check("CUDA", "no NVIDIA driver: runs on the CPU", "absent")
+
+
+def check_gpus() -> list[Check]:
+    """Each GPU, and whether this torch has code for it."""
+    checks = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}"
+        try:
+            torch.ones(1, device=f"cuda:{index}").add_(1).cpu()
+        except RuntimeError as error:
+            cure = "end what else uses it, or install a torch build with code for this card"
+            checks.append(Check(f"GPU {index}", f"{found}: {_first_line(error)}", "broken", cure))
+        else:
+            checks.append(Check(f"GPU {index}", found))
+    return checks or [Check("GPUs", "none", "absent")]
+
+
+def check_links() -> list[Check]:
+    """How the GPUs of this machine reach each other."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return [] if count == 0 else [Check("links", "one GPU: nothing to link")]
+    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
+    direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    kinds = sorted(_link_kinds(_nvidia_smi("topo", "-m"), count))
+    found = f"{len(direct)} of {len(pairs)} pairs directly" + (f" ({', '.join(kinds)})" if kinds else "")
+    if len(direct) == len(pairs):
+        return [Check("links", found)]
+    return [Check("links", found, "absent", "the others exchange through the host: slower, but right")]
+
+
+def check_exchange() -> Check:
+    """What gradients travel through between processes."""
+    if not torch.distributed.is_available():
+        return Check("exchange", "torch without torch.distributed", "broken", "install the usual build of torch (pip)")
+    found = ["Gloo"] if torch.distributed.is_gloo_available() else []
+    if torch.distributed.is_nccl_available() and torch.cuda.is_available():
+        found.append("NCCL " + ".".join(str(part) for part in torch.cuda.nccl.version()))
+    elif torch.cuda.is_available():
+        return Check("exchange", "GPUs, but torch has no NCCL", "broken", "install the usual CUDA build of torch (pip)")
+    return Check("exchange", ", ".join(found) or "none", "ok" if found else "broken")
+
+
+def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
+    """Is CuPy there, once, for the CUDA that torch uses, and can it compile."""
+    major = (torch_cuda or "").split(".")[0]
+    install = f"pip install 'fabricamp[cuda{major}]'"
+    found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "not installed"
+    if not major or not torch.cuda.is_available():
+        return Check("CuPy", f"{found}; not used without a GPU", "ok" if packages else "absent")
+    if not packages:
+        return Check("CuPy", f"{found}: torch does its work, slower", "absent", install)
+    if len(packages) > 1:
+        names = " ".join(packages)
+        return Check("CuPy", f"{found}: they overwrite each other", "broken", f"pip uninstall -y {names}; {install}")
+    (name,) = packages
+    if name not in {"cupy", f"cupy-cuda{major}x"}:
+        cure = f"pip uninstall -y {name}; {install}"
+        return Check("CuPy", f"{found}, but torch uses CUDA {torch_cuda}", "broken", cure)
+    failure = _cupy_failure()
+    if failure:
+        return Check("CuPy", f"{found}: {failure}", "broken", f"pip install --force-reinstall {name}")
+    return Check("CuPy", f"{found}, compiles and runs")
+
+
+def check_kernels() -> list[Check]:
+    """Which backend each op uses, and whether the kernels compile."""
+    from fabricamp import ops
+
+    backend = getattr(ops, "backend", None)
+    if backend is None:
+        return [Check("ops", "torch, for all of them")]
+    return [Check(f"ops.{name}", str(choice)) for name, choice in backend().items()]
+
+
+def check_packages() -> list[Check]:
+    """The packages that fabricamp stands on, and those that examples use."""
+    checks = []
+    for name, extra in (("tensorboard", ""), ("omegaconf", ""), ("rich", ""), ("scikit-learn", "fabricamp[examples]")):
+        version = _installed((name,)).get(name)
+        if version is not None:
+            checks.append(Check(name, version))
+        elif extra:
+            checks.append(Check(name, "not installed", "absent", f"for the examples: pip install '{extra}'"))
+        else:
+            checks.append(Check(name, "not installed", "broken", f"pip install {name}"))
+    return checks
+
+
+def _installed(names: Iterable[str]) -> dict[str, str]:
+    """Returns the version of each package that is installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cupy_failure() -> str:
+    """Compiles and runs a kernel of one line on the first GPU; returns what went wrong."""
+    try:
+        import cupy
+
+        source = 'extern "C" __global__ void one(float* x) { x[0] = 1.0f; }'
+        with cupy.cuda.Device(0):
+            value = torch.zeros(1, device="cuda:0")
+            cupy.RawKernel(source, "one")((1,), (1,), (value.data_ptr(),))
+            cupy.cuda.get_current_stream().synchronize()
+    except (ImportError, RuntimeError, OSError) as error:
+        return _first_line(error)
+    return "" if value.item() == 1.0 else "a kernel ran without effect"
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Returns what nvidia-smi prints, nothing where there is none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _link_kinds(topology: str, count: int) -> set[str]:
+    """Returns the words for links between GPUs (NV18, PIX, SYS, ...) in ``nvidia-smi topo -m``."""
+    rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
+    return {word for row in rows for word in row[1 : 1 + count] if word != "X"}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
