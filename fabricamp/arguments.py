@@ -77,7 +77,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
         limit_batches={kind: 1.0 if limit is None else limit for kind, limit in limits.items()},
         fast_dev_run=trial,
         overfit_batches=overfit or 0,
-        **_validation_cadence(given),
+        **_validation_cadence(given, trial=trial > 0),
         num_sanity_val_steps=0
         if trial
         else check_count("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, endless=True) or 0,
@@ -105,7 +105,7 @@ def _count(name: str, value: Any, *, least: int) -> int:
     return int(check_count(name, value, least=least) or 0)
 
 
-def _validation_cadence(given: dict[str, Any]) -> dict[str, Any]:
+def _validation_cadence(given: dict[str, Any], *, trial: bool) -> dict[str, Any]:
     interval, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
     interval = 1.0 if interval is None else interval
     if isinstance(interval, (str, dict, timedelta)):
@@ -122,6 +122,8 @@ def _validation_cadence(given: dict[str, Any]) -> dict[str, Any]:
             f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval={interval!r} has to be a number of "
             "batches (int)"
         )
+    if trial:  # validates once, after its few batches
+        interval, epochs = 1.0, 1
     return {"val_check_interval": interval, "check_val_every_n_epoch": epochs}
 
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.callbacks.base import Callback
+from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.module import TrainingModule
 from fabricamp.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from fabricamp.data import DataModule
-
 __all__ = ["Parts", "SaveConfig", "build_parts", "check_config", "read_config"]
 
 TARGET = "_target_"
@@ -87,7 +85,7 @@ def check_config(content: Mapping[str, Any]) -> None:
         raise ConfigError(f"seed={content['seed']!r} is not a whole number; give one, or null")
     _check_node(_trainer_section(content), "trainer")
     _check_node(content["module"], "module", TrainingModule)
-    _check_node(content.get("data"), "data")
+    _check_node(content.get("data"), "data", DataModule)
 
 
 def build_parts(content: Mapping[str, Any]) -> Parts:
@@ -168,31 +166,27 @@ def _put(content: Any, override: str) -> None:
     _check_way(content, key, override)
     try:
         OmegaConf.update(content, key, parsed["value"], merge=False)
-    except (OmegaConfBaseException, IndexError) as error:
+    except OmegaConfBaseException as error:
         raise ConfigError(f"{override!r} cannot be put in: {_first_line(error)}") from None
 
 
 def _check_way(content: Any, key: str, override: str) -> None:
-    """Raises :class:`ConfigError` where ``key`` leads through a plain value, which would silently be replaced."""
+    """Raises :class:`ConfigError` where ``key`` leads past a list's end, or through a value, which would silently be replaced."""
     from omegaconf import OmegaConf
 
+    node = OmegaConf.to_container(content, resolve=False)
     words = key.split(".")
-    for end in range(1, len(words)):
-        parent = OmegaConf.to_container(content, resolve=False)
-        for word in words[:end]:
-            parent = _child(parent, word)
-        if parent is None:
-            return
-        if not isinstance(parent, dict | list) and not str(parent).startswith("${"):
+    for depth, word in enumerate(words):
+        way = ".".join(words[:depth])
+        if isinstance(node, list) and not (word.isdecimal() and int(word) < len(node)):
             raise ConfigError(
-                f"{override!r}: {'.'.join(words[:end])} is {parent!r}, which has no {words[end]!r} below it"
+                f"{override!r}: {way} has {len(node)} element(s), numbered from 0, so {word!r} is none of them"
             )
-
-
-def _child(parent: Any, word: str) -> Any:
-    if isinstance(parent, dict):
-        return parent.get(word)
-    return parent[int(word)] if isinstance(parent, list) and word.isdigit() and int(word) < len(parent) else None
+        if node is None or (isinstance(node, str) and node.startswith("${")):
+            return
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{override!r}: {way} is {node!r}, which has no {word!r} below it")
+        node = node[int(word)] if isinstance(node, list) else node.get(word)
 
 
 def _first_line(error: BaseException) -> str:
@@ -274,8 +268,8 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     raise ConfigError(
-        f"{where}.{TARGET}={'.'.join(words)!r}: there is no module {words[0]!r}{nearest(words[0], _modules_nearby())}; name one "
-        "that is installed, or lies beside the configuration or in a folder of import_from"
+        f"{where}.{TARGET}={'.'.join(words)!r}: there is no module {words[0]!r} among those that are "
+        f"installed, or lie beside the configuration or in a folder of import_from{nearest(words[0], _modules_nearby())}"
     )
 
 

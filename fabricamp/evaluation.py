@@ -79,17 +79,19 @@ class EvaluationLoop:
     def _run_loader(self, feed: Feed, dataloader_idx: int, *, keep: bool) -> list[Any]:
         state = self._state
         state.dataloader_idx = dataloader_idx
+        # As in Lightning: hooks that do not take the loader's number do with one loader.
+        number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
         if self._kind != "predict":
             state.scope = Scope.EVAL_STEP
         outputs = []
         for batch_idx, batch in enumerate(feed):
             state.batch = batch
             for hook in self._batch_start:
-                hook(batch, batch_idx, dataloader_idx)
+                hook(batch, batch_idx, *number)
             arguments = (batch, batch_idx, dataloader_idx)[: self._arguments]
             output = self._precision.forward(self._step, *arguments)
             for hook in self._batch_end:
-                hook(output, batch, batch_idx, dataloader_idx)
+                hook(output, batch, batch_idx, *number)
             if keep:
                 outputs.append(output)
         if self._kind != "predict":

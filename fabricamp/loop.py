@@ -15,8 +15,7 @@ from fabricamp.data import set_epoch
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.module import TrainingModule
-from fabricamp.optimization import SchedulerConfig, demands_closure
-from fabricamp.precision.base import Precision
+from fabricamp.precision.base import Precision, clip_gradients, demands_closure
 from fabricamp.schedules import Schedules
 from fabricamp.state import RunState, Scope
 from fabricamp.strategies.base import IN_PLACE, Strategy
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from fabricamp.data import Feed
     from fabricamp.metrics import Metrics
+    from fabricamp.optimization import SchedulerConfig
     from fabricamp.precision.base import Clip, Verdict
     from fabricamp.strategies.base import Gradients
     from fabricamp.watchdog import StopAgreement
@@ -97,6 +97,7 @@ class FitLoop:
         self._stepped = False
         self._due = 0
         self._unreported_skips = 0
+        self._manual_clips: dict[Optimizer, Clip] = {}
         self.schedules = Schedules(
             parts.schedulers if parts.module.automatic_optimization else [], parts.module, parts.metrics, parts.state
         )
@@ -140,6 +141,8 @@ class FitLoop:
     def run(self) -> None:
         """Trains until a limit or a stop."""
         state, hooks = self.state, self.parts.hooks
+        if self.parts.feed.limit == 0:  # limit_train_batches=0: nothing is trained
+            return
         state.scope = Scope.TRAIN_EPOCH
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
@@ -163,6 +166,7 @@ class FitLoop:
                 state.epoch += 1
                 state.batch_idx = 0
             state.epoch_ended = False
+        self._unreported_skips += sum(not verdict.applied for verdict in self.precision.drain())
         self._report_skips()
         self.metrics.drain()
         call_all(hooks("on_train_end"))
@@ -187,15 +191,17 @@ class FitLoop:
             batch_idx, last = state.batch_idx, feed.last
             # A list: every hook is called, whatever the first one answers.
             if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
-                last = True
+                last, self._loss = True, None  # a window that was begun is dropped
+                self.schedules.end_epoch(state.epoch)
                 break
             outputs = run_batch(batch, batch_idx, last)
             if last:
                 self.schedules.end_epoch(self.state.epoch)
-            for hook in batch_end:
-                hook(outputs, batch, batch_idx)
+            # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
+            for hook in batch_end:
+                hook(outputs, batch, batch_idx)
             if self._stepped and state.global_step >= self._due:
                 self._after_step()
             if self._validates and self._validation_is_due(last):
@@ -224,7 +230,7 @@ class FitLoop:
         if not state.should_stop:
             return False
         return state.stop_reason == "interrupted" or (
-            state.global_step >= limits.min_steps and state.epoch + in_epoch >= limits.min_epochs
+            state.global_step >= limits.min_steps and state.epoch >= limits.min_epochs
         )
 
     def _after_step(self) -> None:
@@ -352,38 +358,69 @@ class FitLoop:
         """What ``step`` of an optimizer from ``TrainingModule.optimizers()`` runs."""
         if closure is not None and demands_closure(optimizer):
             self._stepped = True
-            return optimizer.step(closure)
+            try:
+                return optimizer.step(partial(self._counted_once, optimizer, closure))
+            finally:
+                self.metrics.muted = False
         result = closure() if closure is not None else None
-        gradients = self.strategy.reduce_gradients(self.precision.gradient_holders(optimizer))
+        sums = self.precision.accumulation_buffers(optimizer)
+        holders = self.precision.gradient_holders(optimizer) if sums is None else None
+        gradients = self.strategy.reduce_gradients(holders, sums)
         if self._before_step:
             self.precision.unscale(optimizer, gradients)
             for hook in self._before_step:
                 hook(optimizer)
-        self.precision.step(optimizer, gradients)
+        self.precision.step(optimizer, gradients, self._manual_clips.pop(optimizer, None))
         self._stepped = True
         return result
+
+    def manual_clip(self, optimizer: Optimizer, clip: Clip) -> None:
+        """What ``TrainingModule.clip_gradients`` runs: the next step clips, once gradients are averaged and unscaled."""
+        if demands_closure(optimizer):
+            clip_gradients(optimizer, clip)
+        else:
+            self._manual_clips[optimizer] = clip
 
     def _run_with_closure(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """LBFGS: the optimizer calls forward and backward itself, as often as it likes; ``self.log`` counts the first call."""
         optimizer = cast("Optimizer", self._optimizer)
         outputs: list[Any] = []
 
-        def closure() -> Tensor | None:
+        def forward_backward() -> Tensor:
             self._loss = None
-            output = self._forward_backward(batch, batch_idx)
-            self.metrics.muted = True
-            if self.parts.clip is not None:
-                self.parts.module.clip_gradients(optimizer, *self.parts.clip)
-            outputs.append(output)
-            return self._loss
+            outputs.append(self._forward_backward(batch, batch_idx))
+            loss = cast("Tensor | None", self._loss)
+            if loss is None:
+                name = type(optimizer).__name__
+                raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
+            return loss
+
+        def closure() -> Tensor:
+            loss: Tensor = self._counted_once(optimizer, forward_backward)
+            if self._own_clipping is not None:
+                self._own_clipping(optimizer, self._clip and self._clip.value, self._clip and self._clip.algorithm)
+            elif self._clip is not None:
+                clip_gradients(optimizer, self._clip)
+            return loss
 
         try:
-            optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
+            if self._own_step is not None:
+                self._own_step(self.state.epoch, batch_idx, optimizer, closure)
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
         finally:
             self.metrics.muted = False
         loss, self._loss = self._loss, None
         self._close_window(loss)
-        return outputs[0]
+        return outputs[0] if outputs else None
+
+    def _counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
+        """Runs a forward that the optimizer asks for, perhaps again and again: ``self.log`` counts the first of a step."""
+        result = forward_backward()
+        self.metrics.muted = True
+        for hook in self._before_step:
+            hook(optimizer)
+        return result
 
     # -- validation in between, messages -----------------------------------------------------------------------------------------
 
@@ -450,10 +487,11 @@ class FitLoop:
 
 def _with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``step`` as a call with (batch, batch_idx), whichever of them ``training_step`` takes."""
-    parameters = list(inspect.signature(training_step).parameters.values())
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters) or len(parameters) == 2:
-        return step
-    if len(parameters) != 1:
-        names = ", ".join(parameter.name for parameter in parameters)
-        raise ConfigError(f"training_step takes ({names}); it gets (batch) or (batch, batch_idx)")
-    return lambda batch, _: step(batch)
+    signature = inspect.signature(training_step)
+    for arguments in ((None, 0), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return step if len(arguments) == 2 else lambda batch, _: step(batch)
+    raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
-from fabricamp.optimization import owned_parameters
+from fabricamp.optimization import ManagedOptimizer
 from fabricamp.precision.base import Clip, clip_gradients
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from fabricamp.loggers.base import Logger
     from fabricamp.metrics import Metrics
-    from fabricamp.optimization import ManagedOptimizer
     from fabricamp.trainer import Trainer
 
 __all__ = ["Attachment", "TrainingModule"]
@@ -32,7 +31,7 @@ __all__ = ["Attachment", "TrainingModule"]
 class Attachment:
     """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
 
-    __slots__ = ("manual_backward", "metrics", "optimizers", "schedulers", "trainer")
+    __slots__ = ("manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "trainer")
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -40,6 +39,7 @@ class Attachment:
         self.optimizers: list[ManagedOptimizer] = []
         self.schedulers: list[Any] = []
         self.manual_backward: Callable[..., None] | None = None
+        self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return Attachment()
@@ -129,11 +129,25 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer | ManagedOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the ``.grad`` of what ``optimizer`` updates, by norm (default) or value."""
-        if gradient_clip_val is not None:
-            clip_gradients(optimizer, Clip(float(gradient_clip_val), gradient_clip_algorithm or "norm"))  # type: ignore[arg-type]
+        """Clips the gradients of what ``optimizer`` updates, by norm (default) or value.
+
+        Under manual optimization the optimizer's next step does it, when the gradients are averaged over ranks and unscaled.
+        """
+        if not gradient_clip_val:
+            return
+        clip = Clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")  # type: ignore[arg-type]
+        if clip.algorithm not in ("norm", "value") or not clip.value > 0:
+            raise ConfigError(
+                f"clip_gradients(gradient_clip_val={gradient_clip_val!r}, gradient_clip_algorithm={gradient_clip_algorithm!r}); "
+                f"give a positive number, and 'norm' or 'value'{nearest(clip.algorithm, ('norm', 'value'))}"
+            )
+        own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
+        (self._attachment.manual_clip or clip_gradients)(own, clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Steps a learning-rate scheduler; ``metric`` is the monitored value where there is one."""
@@ -164,9 +178,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Freezes every parameter that other optimizers update and this one does not, until :meth:`untoggle_optimizer`."""
-        mine = {id(parameter) for parameter in owned_parameters(optimizer)}
+        # Under masters the optimizers hold these; what backward fills are the module's own parameters.
+        holders = self.trainer.precision.gradient_holders
+        mine = {id(parameter) for parameter in holders(getattr(optimizer, "optimizer", optimizer))}
         for other in self._attachment.optimizers:
-            for parameter in owned_parameters(other):
+            for parameter in holders(other.optimizer):
                 if id(parameter) not in mine and parameter.requires_grad:
                     self._toggled.append(parameter)
                     parameter.requires_grad_(False)
@@ -186,7 +202,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     @property
-    def _toggled(self) -> list[nn.Parameter]:
+    def _toggled(self) -> list[Tensor]:
         return self.__dict__.setdefault("_toggled_parameters", [])  # type: ignore[no-any-return]  # always this list
 
     def freeze(self) -> None:

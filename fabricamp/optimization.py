@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ __all__ = [
     "ManagedOptimizer",
     "SchedulerConfig",
     "check_optimizers",
-    "demands_closure",
     "owned_parameters",
     "parse_optimizers",
 ]
@@ -67,12 +65,6 @@ def owned_parameters(optimizer: Optimizer | ManagedOptimizer) -> Iterator[nn.Par
     """Every tensor that ``optimizer`` updates."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def demands_closure(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -17,9 +17,9 @@ from fabricamp.optimization import (
     ManagedOptimizer,
     SchedulerConfig,
     check_optimizers,
-    demands_closure,
     parse_optimizers,
 )
+from fabricamp.precision.base import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.snapshot import restore_callbacks, restore_counters, restore_training, restore_weights
 from fabricamp.source import DataSource, Source
@@ -214,7 +214,8 @@ class Session:
                 validate=self._validate if evaluate else None,
             )
         )
-        self.attachment.manual_backward = None if self.module.automatic_optimization else loop.manual_backward
+        if not self.module.automatic_optimization:
+            self.attachment.manual_backward, self.attachment.manual_clip = loop.manual_backward, loop.manual_clip
         self.attachment.optimizers = [ManagedOptimizer(one, loop.manual_step) for one in self.optimizers]
         return loop
 
@@ -307,7 +308,7 @@ class Session:
         self.data.close()
         if not failed:
             self._call_setup("teardown")
-        self.attachment.manual_backward = None
+        self.attachment.manual_backward = self.attachment.manual_clip = None
         self.precision.restore_module(self.module)
         if not failed or self.strategy.world_size == 1:
             # After a failure the other ranks may be anywhere: leaving the group would wait for them.

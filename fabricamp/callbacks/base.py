@@ -30,7 +30,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint; include arguments where several of one class can stand side by side."""
+        """The name of this callback's state in a checkpoint; with its arguments where several of one class can be given."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from fabricamp.strategies.base import Strategy
 
-__all__ = ["PRECISIONS", "Clip", "Precision", "Verdict", "clip_gradients", "write_gradients"]
+__all__ = ["PRECISIONS", "Clip", "Precision", "Verdict", "clip_gradients", "demands_closure", "write_gradients"]
 
 
 class Clip(NamedTuple):
@@ -167,6 +168,12 @@ def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)
     else:
         torch.nn.utils.clip_grad_value_(parameters, clip.value)
+
+
+def demands_closure(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 PRECISIONS: Registry[Precision] = Registry("precision", "precision")

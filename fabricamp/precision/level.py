@@ -73,6 +73,7 @@ class OptLevel(Precision):
         self.name = self.level.name
         self.lag = LAG if self.level.dynamic else 0
         self._has_sums = False
+        self._has_trained = False
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # torch's own clipping and step where neither weights nor gradients differ from what a plain loop has.
         self._plain = self.level.cast_model_type not in _HALF and self.level.loss_scale == 1.0
@@ -143,14 +144,18 @@ class OptLevel(Precision):
         if level.autocast is not None or converted:
             self._outside = (without_autocast(self._device.type), OutsideStep())
         if level.dynamic and (self._scaler is None or self._scaler.device != self._device):
-            self._scaler = LossScaler(
-                self._device,
-                num_losses=level.num_losses,
-                window=level.scale_window,
-                minimum=level.min_loss_scale,
-                maximum=level.max_loss_scale,
-            )
+            self._scaler = self._new_scaler()
             self.load_state_dict(self._saved)
+
+    def _new_scaler(self) -> LossScaler:
+        level = self.level
+        return LossScaler(
+            self._device,
+            num_losses=level.num_losses,
+            window=level.scale_window,
+            minimum=level.min_loss_scale,
+            maximum=level.max_loss_scale,
+        )
 
     def _check_autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters():
@@ -198,6 +203,7 @@ class OptLevel(Precision):
         if self._updater is not None:
             self._updater.release()
             self._updater = None
+            self._has_trained = True
         self._full.restore()
         for handle in self._handles:
             handle.remove()
@@ -206,14 +212,20 @@ class OptLevel(Precision):
         self._outside = (_NOTHING, _NOTHING)
 
     def convert_input(self, batch: Any) -> Any:
-        """Brings the floating tensors of a batch to the dtype that the module takes."""
-        dtype = self.level.cast_model_type
-        return batch if dtype is None else cast_floating(batch, dtype)
+        """Brings the floating tensors of a batch to fp64 where the module is fp64.
+
+        Half modules cast what they are called with (:class:`Boundary`): casting whole batches would round targets too, and in
+        fp16 make those above 65504 infinite.
+        """
+        return cast_floating(batch, torch.float64) if self.level.cast_model_type is torch.float64 else batch
 
     def setup_optimizers(self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy) -> None:
         """Gives the optimizers their masters, in the ``param_groups`` that they have."""
         if self._plain:
             return
+        if self._scaler is not None and self._has_trained:
+            # Another fit: what the one before learnt, and its last verdicts, are not this one's.
+            self._scaler, self._has_trained = self._new_scaler(), False
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
         self._has_sums = self._several_losses or (self.accumulating and masters is not None)
         self._updater = Updater(

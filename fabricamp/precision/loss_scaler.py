@@ -88,7 +88,9 @@ class LossScaler:
     def pending(self) -> list[Verdict]:
         """Reads, waiting, the verdicts that :meth:`close` has not told yet, oldest first; they stay to be told."""
         first = max(self._windows - LAG, 0)
-        return [self._read(window % _SLOTS) for window in range(first, self._windows)]
+        verdicts = [self._read(window % _SLOTS) for window in range(first, self._windows)]
+        self.known = verdicts[-1] if verdicts else self.known
+        return verdicts
 
     def _publish(self, slot: int) -> None:
         self._host[slot].copy_(self._ring[slot], non_blocking=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.precision.base import demands_closure
 from fabricamp.precision.gradients import Binding, Gradient
 from fabricamp.precision.master_weights import round_to
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.master_weights import MasterWeights
     from fabricamp.strategies.base import Gradients, Strategy
 
-__all__ = ["Updater", "demands_closure"]
+__all__ = ["Updater"]
 
 logger = logging.getLogger("fabricamp")
 
@@ -67,6 +67,11 @@ class Updater:
                 optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
         if sums:
             self._check_shared()
+        self._half_on_cpu = device.type == "cpu" and any(
+            target.dtype in (torch.float16, torch.bfloat16)
+            for binding in self._bindings.values()
+            for target in binding.targets
+        )
 
     def _check(self, optimizer: Optimizer, elsewhere: bool) -> None:
         scaled = self._scaler is not None or self._static_scale != 1
@@ -204,6 +209,8 @@ class Updater:
 
     def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
         update = run or optimizer.step
+        if self._half_on_cpu and isinstance(optimizer, torch.optim.SGD):
+            _leave_fused(optimizer, tell=self._strategy.rank == 0)
         if self._scaler is None:
             with torch.enable_grad():
                 update()
@@ -234,12 +241,6 @@ class Updater:
         for optimizer, binding in self._bindings.items():
             binding.release()
             optimizer.__dict__.pop("zero_grad", None)
-
-
-def demands_closure(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:
@@ -276,6 +277,21 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused", True) for group in optimizer.param_groups
     )
+
+
+def _leave_fused(optimizer: torch.optim.SGD, *, tell: bool) -> None:
+    """Lets SGD take its plain path: on CPU, torch's fused one (seen in 2.13) leaves most half weights as they are.
+
+    Looked at in each step, because loading an optimizer's state brings back the option that was saved.
+    """
+    for group in optimizer.param_groups:
+        if group["fused"]:
+            group["fused"] = False
+            if tell:
+                logger.warning(
+                    "fabricamp: torch's SGD(fused=True) does not update half weights on CPU; fused=False is used"
+                )
+                tell = False
 
 
 def _prepare_to_skip(optimizer: Optimizer) -> bool:

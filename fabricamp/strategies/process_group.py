@@ -125,9 +125,10 @@ class ProcessGroupStrategy(Strategy):
             return value.detach().new_empty(shape)
         # As bytes: any dtype.
         own = value.detach().to(self._transport_device(value)).contiguous().reshape(-1).view(torch.uint8)
-        everyone = own.new_empty(self.world_size * own.numel())
-        dist.all_gather_into_tensor(everyone, own)
-        return everyone.view(value.dtype).view(shape).to(value.device)
+        everyone = own.new_empty(self.world_size, own.numel())
+        # Into views: the one-tensor forms have another name in each torch.
+        dist.all_gather(list(everyone.unbind()), own)
+        return everyone.view(-1).view(value.dtype).view(shape).to(value.device)
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""

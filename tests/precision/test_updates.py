@@ -208,6 +208,7 @@ def test_an_overflow_is_skipped_and_told_two_windows_later(level, optimizer, acc
     assert (precision.applied_steps, precision.skipped_steps, precision.scale) == (3, 1, 2.0**15)
     pending = precision.drain()
     assert [(v.applied_steps, v.skipped_steps) for v in pending] == [(4, 1), (5, 1)]
+    assert precision.applied_steps == 5
     assert window(precision, module, stepped, data[:accumulate]) == pending[0]
 
 
@@ -227,6 +228,18 @@ def test_fused_sgd_survives_an_overflow_in_its_first_step():
         weights.append(snapshot(module, optimizer))
     for skipped, never in zip(*weights, strict=True):
         assert torch.equal(skipped, never)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fused_sgd_updates_half_weights(dtype):
+    # torch's fused SGD does not, on CPU.
+    module, precision = nn.Linear(32, 32), OptLevel("O3", cast_model_type=dtype)
+    optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, fused=True))
+    optimizer.load_state_dict({**optimizer.state_dict()})  # brings the option back
+    before = module.weight.detach().clone()
+    precision.backward(precision.forward(lambda: module(torch.ones(1, 32)).sum()))
+    precision.step(optimizer)
+    torch.testing.assert_close(module.weight, before - 0.5)
 
 
 def test_fused_sgd_with_dampening_asks_the_host_until_its_buffers_are_there(monkeypatch):

@@ -1,0 +1,104 @@
+"""The digits example as a user starts it: every opt level, one process and two, plainly, under torchrun and from its config."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "digits" / "train.py"
+CONFIG = SCRIPT.with_name("config.yaml")
+
+pytest.importorskip("sklearn")
+
+
+def run(*command, check=True):
+    """Runs Python with ``command`` in the current folder, on the CPU and without a terminal; returns what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL, timeout=240, check=False
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def cell(output, label):
+    """The value beside ``label`` in the closing table, which has to be there exactly once."""
+    (value,) = re.findall(rf"│ {re.escape(label)} +│ (.*?) +│", output)
+    return value
+
+
+def expect_success(output):
+    assert float(cell(output, "test accuracy").rstrip("%")) >= 98
+    assert float(cell(output, "steps/s")) > 0
+    assert Path(cell(output, "checkpoint")).is_file()
+    logs = Path(cell(output, "TensorBoard logs"))
+    assert list(logs.glob("events.*"))
+    assert cell(output, "open them with").endswith(f"tensorboard --logdir {logs}")
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_one_process_reaches_the_accuracy(precision):
+    expect_success(run(SCRIPT, "--precision", precision, "--strategy", "single", "--devices", 1).stdout)
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_two_processes_reach_the_accuracy_and_report_once(precision):
+    expect_success(run(SCRIPT, "--precision", precision, "--strategy", "ddp", "--devices", 2).stdout)
+
+
+def test_under_torchrun():
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+    expect_success(run(*torchrun, SCRIPT, "--strategy", "ddp", "--precision", "O1").stdout)
+
+
+def test_two_runs_in_one_folder_keep_apart():
+    outputs = [run(SCRIPT, "--devices", 1, "--max-epochs", 1).stdout for _ in range(2)]
+    first, second = (Path(cell(output, "checkpoint")) for output in outputs)
+    assert first != second
+    assert first.is_file()
+    assert second.is_file()
+
+
+def test_the_config_trains_tests_and_predicts():
+    common = ("-m", "fabricamp")
+    run(*common, "fit", CONFIG, "trainer.devices=2", "trainer.precision=O4")
+    checkpoint = Path("runs/digits/version_0/checkpoints/last.ckpt")
+    # The copy beside the logs stands on its own, in another folder too.
+    copy = Path("runs/digits/version_0/config.yaml")
+    assert "precision: O4" in copy.read_text()
+    tested = run(*common, "test", copy, f"ckpt_path={checkpoint}", "trainer.devices=1").stdout
+    assert float(cell(tested, "test_accuracy")) >= 0.98
+    run(*common, "predict", copy, f"ckpt_path={checkpoint}", "trainer.devices=2")
+    import torch
+
+    saved = torch.load("runs/digits/version_2/predictions.pt", weights_only=True)
+    assert sum(len(batch) for batch in saved["predictions"]) == 360
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--precision", "O7"), r"precision='O7' is not known.*known: 'O0'"),
+        (("--strategy", "dpp"), r"strategy='dpp' is not known; did you mean 'ddp'"),
+        (("--strategy", "single", "--devices", 2), r"single"),
+        (("--accelerator", "gpv"), r"accelerator='gpv'.*did you mean 'gpu'"),
+        (("--devices", "two"), r"devices='two'"),
+        (("--max-epochs", "-3"), r"max_epochs=-3"),
+        (("--accelerator", "gpu"), r"accelerator='gpu'"),
+        (("--batch-size", 63, "--devices", 2), r"batch_size=63 cannot be shared by 2 processes"),
+    ],
+)
+def test_wrong_arguments_end_before_training(arguments, message):
+    done = run(SCRIPT, *arguments, check=False)
+    assert done.returncode != 0
+    assert "ConfigError" in done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert not list(Path.cwd().rglob("*.ckpt*"))

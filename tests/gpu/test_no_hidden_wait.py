@@ -1,0 +1,143 @@
+"""The host never waits for work that is less than two steps old: three checks over 100 steps with clipping, at every opt level."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricamp import Callback, Trainer, TrainingModule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+WARM = 10
+STEPS = 100
+FLUSH = 25
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+class Net(TrainingModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, fused=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def batches():
+    dataset = TensorDataset(torch.randn(32 * (WARM + STEPS), 1, 8, 8), torch.randint(0, 10, (32 * (WARM + STEPS),)))
+    return DataLoader(dataset, batch_size=32, pin_memory=True)
+
+
+def fit(precision, callback):
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy="single",
+        precision=precision,
+        max_steps=WARM + STEPS,
+        gradient_clip_val=1.0,
+        log_every_n_steps=FLUSH,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        callbacks=[callback],
+    )
+    trainer.fit(Net(), batches())
+    return trainer
+
+
+class ErrorOnWait(Callback):
+    """torch itself raises at every synchronising call of its own."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == WARM:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == WARM + STEPS - 2:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, trainer, module, exception):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", LEVELS)
+def test_silent_under_torchs_sync_debug_mode(precision):
+    assert fit(precision, ErrorOnWait()).global_step == WARM + STEPS
+
+
+class SleepFirst(Callback):
+    """Queues two seconds of work, then looks how long the host takes to issue two steps."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == WARM:
+            torch.cuda.synchronize()
+            self.start = time.perf_counter()
+            torch.cuda._sleep(4_000_000_000)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == WARM + 1:
+            self.issued = time.perf_counter() - self.start
+            torch.cuda.synchronize()
+            self.slept = time.perf_counter() - self.start
+
+
+@pytest.mark.parametrize("precision", LEVELS)
+def test_two_steps_are_issued_behind_two_seconds_of_work(precision):
+    callback = SleepFirst()
+    fit(precision, callback)
+    assert callback.slept > 1.0
+    assert callback.issued < 0.5 * callback.slept, (callback.issued, callback.slept)
+
+
+class Profiled(Callback):
+    """A trace of the steps between two flushes."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 2 * FLUSH + 3:
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            )
+            self.profiler.start()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 3 * FLUSH - 3:
+            # Without a wait of its own: the profiler's stop synchronises, after the last event of interest.
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.path))
+
+
+@pytest.mark.parametrize("precision", LEVELS)
+def test_no_synchronising_call_between_two_flushes(precision, tmp_path):
+    path = tmp_path / "trace.json"
+    fit(precision, Profiled(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    launches = [event for event in events if event.get("name", "").startswith("cudaLaunchKernel") or event.get("name") == "cuLaunchKernel"]
+    assert len(launches) > 100
+    end = max(event["ts"] for event in launches)
+    waits = [event["name"] for event in events if event.get("name") in WAITS and event.get("ts", end) < end]
+    # With dynamic scaling the host may wait for the step before the last one, and for nothing else.
+    allowed = FLUSH if precision in {"O1", "O2"} else 0
+    assert [name for name in waits if name != "cudaEventSynchronize"] == []
+    assert len(waits) <= allowed

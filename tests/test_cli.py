@@ -1,0 +1,184 @@
+"""The command as a user types it: exit codes, one clear line for a mistake, a traceback for a bug."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabricamp.cli import main
+
+COMMAND = (sys.executable, "-m", "fabricamp")
+
+CONFIG = """
+trainer: {accelerator: cpu, devices: 1, max_epochs: 1, enable_progress_bar: false, enable_model_summary: false, logger: true}
+module: {_target_: parts_of_command.Net}
+data: {_target_: parts_of_command.Data}
+"""
+
+PARTS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from fabricamp import ConfigError, DataModule, TrainingModule
+
+class Net(TrainingModule):
+    def __init__(self, lr=0.1, fail=""):
+        super().__init__()
+        self.net, self.lr, self.fail = torch.nn.Linear(2, 1), lr, fail
+
+    def training_step(self, batch, batch_idx):
+        if self.fail == "bug":
+            raise RuntimeError("a bug in the step")
+        if self.fail == "config":
+            raise ConfigError("this cannot work; change that")
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0][:, 0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+class Data(DataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(10.0).view(5, 2)), batch_size=1)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+"""
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path, monkeypatch):
+    Path("config.yaml").write_text(CONFIG)
+    Path("parts_of_command.py").write_text(PARTS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("parts_of_command", None)
+
+
+def run(*words):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    return subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_fit_writes_the_resolved_configuration_beside_the_logs():
+    assert main(["fit", "config.yaml", "module.lr=3e-4"]) == 0
+    (copy,) = Path.cwd().rglob("version_0/config.yaml")
+    assert "lr: 0.0003" in copy.read_text()
+    assert "${" not in copy.read_text()
+    assert main(["validate", str(copy), "trainer.logger=false"]) == 0
+
+
+def test_without_a_logger_no_configuration_is_written():
+    before = {file.name for file in Path.cwd().rglob("*.yaml")}
+    assert main(["fit", "config.yaml", "trainer.logger=false"]) == 0
+    assert {file.name for file in Path.cwd().rglob("*.yaml")} == before
+
+
+def test_validate_test_and_predict(capfd):
+    assert main(["validate", "config.yaml"]) == 0
+    assert "val_loss" in capfd.readouterr().out
+    assert main(["test", "config.yaml"]) == 0
+    assert main(["predict", "config.yaml"]) == 0
+    import torch
+
+    (file,) = Path.cwd().rglob("predictions.pt")
+    assert str(file) in capfd.readouterr().out
+    assert torch.cat(torch.load(file, weights_only=True)["predictions"]).tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fitt", "config.yaml"], "'fitt' is no command; did you mean 'fit'?"),
+        (["fit", "confg.yaml"], "did you mean 'config.yaml'?"),
+        (["fit", "config.yaml", "trainer.precison=O1"], "did you mean 'precision'?"),
+        (["fit", "config.yaml", "trainer.precision"], "write key=value"),
+        (["fit", "config.yaml", "--trainer.precision=O1"], "as in trainer.precision=O1"),
+        (["fit", "config.yaml", "trainer.strategy=dpp"], "did you mean 'ddp'?"),
+        (["fit", "config.yaml", "module.fail=config"], "this cannot work; change that"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_code_2(words, message, capfd):
+    assert main(words) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_1(capfd):
+    assert main(["fit", "config.yaml", "ckpt_path=missing.ckpt"]) == 1
+    error = capfd.readouterr().err
+    assert "missing.ckpt" in error
+    assert "Traceback" not in error
+
+
+def test_nothing_given_prints_the_help(capfd):
+    assert main([]) == 2
+    out = capfd.readouterr().out
+    assert "fit" in out
+    assert "doctor" in out
+    assert "_target_" in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["fit", "config.yaml", "--help"], ["--version"]])
+def test_help_and_version_end_well(words, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert "fabricamp" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["fit"], ["doctor", "--mesure"]])
+def test_usage_errors_have_code_2(words, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+
+
+def test_a_bug_has_its_traceback_and_code_1():
+    done = run("fit", "config.yaml", "module.fail=bug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "a bug in the step" in done.stderr
+    assert not list(Path.cwd().rglob("*.ckpt*"))
+
+
+def test_two_processes_run_write_and_fail_as_one():
+    good = run("fit", "config.yaml", "trainer.devices=2")
+    assert good.returncode == 0, good.stderr
+    assert len(list(Path.cwd().rglob("version_*/config.yaml"))) == 1
+    wrong = run("fit", "config.yaml", "trainer.devices=2", "module.fail=config")
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("this cannot work; change that") == 1
+    assert "Traceback" not in wrong.stderr
+    bug = run("fit", "config.yaml", "trainer.devices=2", "module.fail=bug")
+    assert bug.returncode == 1
+    assert bug.stderr.count("RuntimeError: a bug in the step") == 1
+
+
+def test_the_console_script_is_the_same_command():
+    script = Path(sys.executable).with_name("fabricamp")
+    if not script.exists():
+        pytest.skip("fabricamp is not installed here, only importable")
+    done = subprocess.run(
+        [script, "fit", "config.yaml", "trainer.devices=2"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

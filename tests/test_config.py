@@ -1,0 +1,211 @@
+"""Configuration files: overrides, interpolation, checks before anything is built, and the copy beside the logs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabricamp import ConfigError, DataModule, OptLevel, TrainingModule
+from fabricamp.callbacks import EarlyStopping
+from fabricamp.config import build_parts, check_config, read_config
+
+BASE = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  callbacks:
+    - _target_: fabricamp.callbacks.EarlyStopping
+      monitor: val_loss
+module:
+  _target_: parts_of_config.Net
+  width: ${variables.width}
+data:
+  _target_: parts_of_config.Data
+  size: 3
+variables:
+  width: 8
+"""
+
+PARTS = """
+from fabricamp import DataModule, TrainingModule
+
+built = []
+
+class Net(TrainingModule):
+    def __init__(self, width, lr=0.1, inner=None):
+        super().__init__()
+        built.append(width)
+        self.width, self.lr, self.inner = width, lr, inner
+
+class Data(DataModule):
+    def __init__(self, size=1, **options):
+        super().__init__()
+        self.size, self.options = size, options
+
+class Pair:
+    def __init__(self, left, right=0):
+        self.left, self.right = left, right
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a configuration and, beside it, the module that it names; not the current one."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(BASE)
+    (folder / "parts_of_config.py").write_text(PARTS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("parts_of_config", None)
+
+
+def read(folder, *overrides):
+    content = read_config(folder / "config.yaml", overrides)
+    check_config(content)
+    return content
+
+
+def test_builds_what_the_file_describes(folder):
+    trainer, module, data, ckpt_path = build_parts(read(folder))
+    assert isinstance(module, TrainingModule)
+    assert isinstance(data, DataModule)
+    assert (module.width, module.lr, data.size, ckpt_path) == (8, 0.1, 3, None)
+    assert [one.monitor for one in trainer.callbacks if isinstance(one, EarlyStopping)] == ["val_loss"]
+
+
+def test_overrides_replace_add_and_reach_into_lists(folder):
+    content = read(
+        folder,
+        "trainer.max_epochs=7",
+        "module.lr=3e-4",
+        "variables.width=16",
+        "trainer.callbacks.0.patience=9",
+        "data.extra=[1, {a: b}]",
+        "ckpt_path=last",
+        "trainer.precision={_target_: fabricamp.OptLevel, level: O4}",
+        "data.empty=null",
+    )
+    trainer, module, data, ckpt_path = build_parts(content)
+    assert (trainer.max_epochs, module.lr, module.width, ckpt_path) == (7, 3e-4, 16, "last")
+    assert data.options == {"extra": [1, {"a": "b"}], "empty": None}
+    assert next(one for one in trainer.callbacks if isinstance(one, EarlyStopping)).patience == 9
+    assert isinstance(trainer.precision, OptLevel)
+
+
+def test_targets_are_built_anywhere_in_the_tree(folder):
+    nested = "{_target_: parts_of_config.Pair, left: [{_target_: parts_of_config.Pair, left: 1, right: 2}]}"
+    inner = build_parts(read(folder, f"module.inner={nested}")).module.inner
+    assert (inner.left[0].left, inner.left[0].right, inner.right) == (1, 2, 0)
+
+
+def test_the_seed_comes_before_the_module(folder):
+    import torch
+
+    build_parts(read(folder, "seed=5"))
+    first = torch.rand(3)
+    build_parts(read(folder, "seed=5"))
+    assert torch.equal(first, torch.rand(3))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_epoch=3", r"trainer\.max_epoch is not known; did you mean 'max_epochs'"),
+        ("module.widht=3", r"module\.widht is not known; did you mean 'width'"),
+        ("trainer.callbacks.0.patince=3", r"trainer\.callbacks\.0\.patince is not known; did you mean 'patience'"),
+        ("trainr.max_epochs=3", r"'trainr' is no section of a configuration; did you mean 'trainer'"),
+        (
+            "module.inner={_target_: parts_of_config.Pair, lefd: 1}",
+            r"module\.inner\.lefd is not known; did you mean 'left'",
+        ),
+        (
+            "module.inner={_target_: parts_of_config.Pair}",
+            r"module\.inner\.left is missing.*add module\.inner\.left=VALUE",
+        ),
+        ("module._target_=parts_of_config.Met", r"has no 'Met'; did you mean 'Net'"),
+        ("module._target_=part_of_config.Net", r"no module 'part_of_config'.*did you mean 'parts_of_config'"),
+        ("module._target_=fabricamp.calbacks.X", r"fabricamp has no 'calbacks'"),
+        ("module._target_=parts_of_config.NUMBER", r"is a int; name a class or a function"),
+        ("module._target_=parts_of_config.Data", r"is no TrainingModule"),
+        ("data._target_=parts_of_config.Net", r"is no DataModule"),
+        ("module._target_=Net", r"is no dotted name"),
+        ("module._target_=3", r"is no dotted name"),
+        ("module=null", r"module has no _target_"),
+        ("module=3", r"module=3 is not a mapping"),
+        ("data={size: 1}", r"data has no _target_"),
+        ("module.width=null", None),
+        ("seed=abc", r"seed='abc' is not a whole number"),
+        ("seed=true", r"seed=True is not a whole number"),
+        ("import_from=src", r"import_from='src' is not a list"),
+        ("module.lr=${modul.width}", r"modul\.width.*at module\.lr"),
+        ("module.lr=???", r"Missing mandatory value: lr"),
+        ("module.lr.inner=3", None),
+        ("variables.width.inner=3", r"variables\.width is 8, which has no 'inner' below it"),
+        ("trainer.callbacks.4.patience=3", r"trainer\.callbacks has 1 element"),
+        ("trainer.callbacks.first.patience=3", r"trainer\.callbacks has 1 element"),
+        ("module.lr=[1", r"cannot be read as YAML"),
+        ("trainer.precision", r"is no override; write key=value"),
+        ("--trainer.precision=O1", r"as in trainer\.precision=O1"),
+        ("=O1", r"is no override"),
+        ("trainer.precision =O1", r"without spaces"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_built(folder, override, message):
+    if message is None:
+        read(folder, override)
+        return
+    with pytest.raises(ConfigError, match=message):
+        read(folder, override)
+    assert not getattr(sys.modules.get("parts_of_config"), "built", [])
+
+
+def test_a_value_that_the_trainer_refuses(folder):
+    with pytest.raises(ConfigError, match="precision='O9' is not known"):
+        build_parts(read(folder, "trainer.precision=O9"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no mapping"),
+        ("- 1\n", "holds no mapping"),
+        ("a: [1\n", "cannot be read as YAML"),
+        ("a: 1\na: 2\n", "duplicate"),
+    ],
+)
+def test_files_that_are_no_configuration(folder, text, message):
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read(folder)
+
+
+def test_files_that_cannot_be_read(folder):
+    (folder / "config.yaml").write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(folder)
+    with pytest.raises(ConfigError, match="a folder; give a YAML file"):
+        read_config(folder)
+    with pytest.raises(ConfigError, match=r"did you mean '.*config\.yaml'"):
+        read_config(folder / "confg.yaml")
+    with pytest.raises(ConfigError, match="the file comes first"):
+        read_config(Path("trainer.devices=2"))
+
+
+def test_an_import_that_fails_inside_a_found_module_is_not_hidden(folder):
+    (folder / "broken_part.py").write_text("import nowhere_to_be_found\n")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        read(folder, "module._target_=broken_part.Net")
+
+
+def test_folders_of_import_from_are_taken_from_the_file_and_kept(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "parts_elsewhere.py").write_text(PARTS)
+    content = read(folder, "import_from=[../elsewhere]", "module._target_=parts_elsewhere.Net")
+    assert content["import_from"] == [str(tmp_path / "elsewhere"), str(folder), str(tmp_path)]
+    assert build_parts(content).module.width == 8

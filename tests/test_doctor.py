@@ -1,0 +1,112 @@
+"""The doctor: right on this machine, and its verdicts on machines that are not at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fabricamp import doctor
+from fabricamp.cli import main
+from fabricamp.doctor import Check, check_cuda, check_cupy, check_links, check_torch, examine, show
+
+
+def test_nothing_is_broken_here(capfd):
+    assert main(["doctor"]) == 0
+    out = capfd.readouterr().out
+    assert torch.__version__ in out
+    assert "nothing is broken" in out
+
+
+def test_every_failure_has_a_cure():
+    assert all(one.cure for one in examine() if one.status == "broken")
+
+
+def test_what_is_broken_decides_the_exit_code(monkeypatch, capfd):
+    # Wide enough not to be wrapped; an extra's name in brackets must not be taken for a style.
+    monkeypatch.setenv("COLUMNS", "160")
+    found = [Check("CuPy", "not there", "broken", "pip install 'fabricamp[cuda13]'"), Check("x", "y", "absent")]
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    assert main(["doctor"]) == 1
+    out = capfd.readouterr().out
+    assert "pip install 'fabricamp[cuda13]'" in out
+    assert "1 broken" in out
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.10.1", "broken"), ("2.11.0+cu130", "ok"), ("3.0.0a0", "ok")])
+def test_torch_versions(version, status):
+    assert check_torch(version).status == status
+
+
+@pytest.mark.parametrize(
+    ("packages", "cuda", "failure", "status", "cure"),
+    [
+        ({}, None, "", "absent", ""),
+        ({}, "13.0", "", "absent", "fabricamp[cuda13]"),
+        ({}, "12.8", "", "absent", "fabricamp[cuda12]"),
+        ({"cupy-cuda13x": "14.2"}, "13.0", "", "ok", ""),
+        (
+            {"cupy-cuda12x": "14.2"},
+            "13.0",
+            "",
+            "broken",
+            "pip uninstall -y cupy-cuda12x; pip install 'fabricamp[cuda13]'",
+        ),
+        (
+            {"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"},
+            "13.0",
+            "",
+            "broken",
+            "pip uninstall -y cupy-cuda12x cupy-cuda13x",
+        ),
+        ({"cupy-cuda13x": "14.2"}, "13.0", "no libnvrtc", "broken", "--force-reinstall cupy-cuda13x"),
+    ],
+)
+def test_cupy_has_to_fit_torch(monkeypatch, packages, cuda, failure, status, cure):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda is not None)
+    monkeypatch.setattr(doctor, "_cupy_failure", lambda: failure)
+    check = check_cupy(packages, cuda)
+    assert check.status == status
+    assert cure in check.cure
+
+
+@pytest.mark.parametrize(
+    ("driver", "build", "available", "status", "words"),
+    [
+        ("", None, False, "absent", "runs on the CPU"),
+        ("580.65", None, False, "broken", "torch is the CPU build"),
+        ("470.10", "13.0", False, "broken", "finds no GPU"),
+        ("580.65", "13.0", True, "ok", "driver 580.65"),
+    ],
+)
+def test_driver_and_build(monkeypatch, driver, build, available, status, words):
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: driver)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    check = check_cuda()
+    assert check.status == status
+    assert words in check.found
+
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tCPU Affinity
+GPU0\t X \tNV18\tSYS\t0-15
+GPU1\tNV18\t X \tSYS\t0-15
+GPU2\tSYS\tSYS\t X \t16-31
+"""
+
+
+def test_links_between_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (0, 1))
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: TOPOLOGY)
+    (check,) = check_links()
+    assert check.found == "1 of 3 pairs directly (NV18, SYS)"
+    assert check.status == "absent"
+
+
+def test_a_kernel_list_is_shown_where_there_is_one(monkeypatch):
+    from fabricamp import ops
+
+    monkeypatch.setattr(ops, "backend", lambda: {"scale": "CuPy"}, raising=False)
+    assert Check("ops.scale", "CuPy") in examine()
+    show(examine())

@@ -1,0 +1,87 @@
+"""What `pip install .` brings: the wheel's content, and a package that works outside its folder and imports little."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("fabricamp", "pyproject.toml", "README.md", "LICENSE")
+
+
+def python(*words, **options):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy of the sources, since a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in PARTS:
+        source = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / name, ignore=ignored) if source.is_dir() else shutil.copy(source, folder)
+    # A header as kernels will have: package data has to cover it.
+    (folder / "fabricamp" / "ops" / "kernels").mkdir(exist_ok=True)
+    (folder / "fabricamp" / "ops" / "kernels" / "probe.cuh").write_text("// probe\n")
+    (folder / "fabricamp" / "ops" / "kernels" / "probe.cu").write_text("// probe\n")
+    python("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder / "dist"), str(folder))
+    (found,) = (folder / "dist").glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_every_source_and_only_the_package(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = {
+        str(file.relative_to(ROOT))
+        for pattern in ("*.py", "*.cu", "*.cuh", "py.typed")
+        for file in (ROOT / "fabricamp").rglob(pattern)
+    }
+    assert sources <= names
+    assert {"fabricamp/ops/kernels/probe.cu", "fabricamp/ops/kernels/probe.cuh", "fabricamp/py.typed"} <= names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fabricamp"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_describes_itself(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+        (name,) = (one for one in archive.namelist() if one.endswith("entry_points.txt"))
+        scripts = archive.read(name).decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Provides-Extra: cuda13" in metadata
+    assert "Requires-Dist: torch>=2.11" in metadata
+    assert "fabricamp = fabricamp.cli:main" in scripts
+
+
+def test_it_works_where_it_is_installed(wheel, tmp_path):
+    python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = "import fabricamp.config, fabricamp; print(fabricamp.__file__, fabricamp.Trainer)"
+    assert str(tmp_path / "site") in python("-c", code, env=environment, cwd=tmp_path)
+
+
+def test_importing_brings_nothing_heavy():
+    code = (
+        "import sys, torch; before = set(sys.modules); import fabricamp; fabricamp.Trainer; fabricamp.DDP; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    brought = set(python("-c", code).split())
+    heavy = {"rich", "tensorboard", "omegaconf", "cupy", "torchmetrics", "sklearn", "scipy", "matplotlib", "yaml"}
+    assert not brought & heavy
+
+
+def test_the_license_is_the_whole_apache_license():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
