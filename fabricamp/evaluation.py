@@ -9,7 +9,7 @@ import torch
 
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, call_all, overrides
-from fabricamp.state import Scope
+from fabricamp.state import Scope, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fabricamp.watchdog import StopAgreement
 
 __all__ = ["EvaluationLoop"]
+
+ENTRIES = (Stage.VALIDATE, Stage.TEST, Stage.PREDICT)
 
 
 class EvaluationLoop:
@@ -49,6 +51,8 @@ class EvaluationLoop:
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
         self._step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
         self._arguments = _count_arguments(self._step)
+        # By itself it ends where the ranks agree; within fit it runs to its end, so that its values are whole.
+        self._stops = state.stage in ENTRIES
         self._start = hooks(f"on_{kind}_start")
         self._end = hooks(f"on_{kind}_end")
         self._epoch_start = hooks(f"on_{kind}_epoch_start")
@@ -63,14 +67,17 @@ class EvaluationLoop:
         getattr(self._module, f"on_{self._kind}_model_eval")()
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)
+        counted = state.batches_done
         with self._no_gradients():
             state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
             call_all(self._start)
             call_all(self._epoch_start)
             outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
+            state.batches_done = counted
             call_all(self._epoch_end)
             if self._kind != "predict":
                 self._metrics.end_evaluation(state.global_step)
+                state.scope = Scope.NOWHERE  # what is logged now would get lost
             call_all(self._end)
         state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
         self._restore_modes(modes)
@@ -94,9 +101,19 @@ class EvaluationLoop:
                 hook(output, batch, batch_idx, *number)
             if keep:
                 outputs.append(output)
+            if self._stops and self._count_and_stop():
+                break
         if self._kind != "predict":
             state.scope = Scope.EVAL_EPOCH
         return outputs
+
+    def _count_and_stop(self) -> bool:
+        """Counts a batch as the stop agreement does; returns whether all ranks agreed to end here."""
+        state = self._state
+        state.batches_done += 1
+        if state.batches_done >= state.hold_at:
+            self._agreement.hold()
+        return state.should_stop
 
     def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
         name = f"on_{self._kind}_model_train"

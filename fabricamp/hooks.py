@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import move_to_device
+from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Calls", "Hooks", "ModuleHooks", "call_all", "overrides"]
 
 Calls = tuple["Callable[..., Any]", ...]
+
+# Lightning 1 called these; a module that still has one would wait for it in vain.
+REMOVED = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
 
 
 class ModuleHooks:
@@ -205,6 +213,12 @@ class Hooks:
         self._trainer = trainer
         self._module = module
         self._callbacks = callbacks
+        for name, successor in REMOVED.items():
+            if hasattr(module, name):
+                raise ConfigError(
+                    f"{type(module).__name__} has {name}, which nothing calls (as in Lightning 2); keep what the steps return in "
+                    f"a list of your own, and rename it to {successor}(self)"
+                )
 
     def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:
         """The callbacks' calls of ``name``; ``monitors`` limits them to those that read the epoch's metrics, or to the others."""

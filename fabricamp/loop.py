@@ -154,13 +154,13 @@ class FitLoop:
             set_epoch(self.parts.loader, state.epoch)
             call_all(epoch_start)
             self._follow_freezing()
-            complete = self._run_epoch()
+            complete = self._catch_up() and self._run_epoch()
             state.scope = Scope.TRAIN_EPOCH
             call_all(epoch_end)
             self.metrics.end_train_epoch(state.global_step)
             if complete:
                 self.schedules.end_epoch_monitored(self.state.epoch)
-            state.epoch_ended = complete
+            state.epoch_ended, state.scope = complete, Scope.NOWHERE  # what is logged now would be in no epoch
             call_all(monitors)
             if complete:
                 state.epoch += 1
@@ -179,6 +179,16 @@ class FitLoop:
             self._step = _with_index(wrapped, self.parts.module.training_step)
             self._bind_overrides(self.parts.module)
 
+    def _catch_up(self) -> bool:
+        """Runs the validation that a resumed run was cut before; returns whether training goes on."""
+        state = self.state
+        pending = not state.validated and state.batch_idx > 0 and self._validates
+        state.validated = True
+        if not pending or not self._validation_is_due(state.batch_idx >= self.parts.feed.limit):
+            return True
+        self._validate()
+        return not self._done(in_epoch=True)
+
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
         state, feed = self.state, self.parts.feed
@@ -186,7 +196,7 @@ class FitLoop:
         state.scope = Scope.TRAIN_STEP
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
         last = state.batch_idx > 0
-        for batch in feed:
+        for batch in feed.behind(state.batch_idx):
             state.batch = batch
             batch_idx, last = state.batch_idx, feed.last
             # A list: every hook is called, whatever the first one answers.

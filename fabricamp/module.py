@@ -14,6 +14,7 @@ from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
 from fabricamp.optimization import ManagedOptimizer
 from fabricamp.precision.base import Clip, clip_gradients
+from fabricamp.snapshot import restore_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -180,7 +181,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Freezes every parameter that other optimizers update and this one does not, until :meth:`untoggle_optimizer`."""
         # Under masters the optimizers hold these; what backward fills are the module's own parameters.
         holders = self.trainer.precision.gradient_holders
-        mine = {id(parameter) for parameter in holders(getattr(optimizer, "optimizer", optimizer))}
+        own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
+        mine = {id(parameter) for parameter in holders(own)}
         for other in self._attachment.optimizers:
             for parameter in holders(other.optimizer):
                 if id(parameter) not in mine and parameter.requires_grad:
@@ -344,6 +346,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"{cls.__name__} cannot be built from {checkpoint_path}: {error}; pass what is missing as keyword arguments, "
                 "or call self.save_hyperparameters() in __init__ before training"
             ) from error
+        module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
         return module

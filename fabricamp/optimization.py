@@ -71,8 +71,22 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
     One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list or tuple of such dicts; None.  Raises :class:`ConfigError` for anything else.
+    ``"lr_scheduler"``; a list or tuple of such dicts; None.  Raises :class:`ConfigError` for anything else, and for a scheduler
+    whose optimizer is not among them.
     """
+    optimizers, schedulers = _parts(returned)
+    for config in schedulers:
+        followed = getattr(config.scheduler, "optimizer", None)
+        # By their groups: LARC shares those of the optimizer that it wraps.
+        if followed is not None and not any(followed.param_groups is one.param_groups for one in optimizers):
+            raise ConfigError(
+                f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(followed).__name__} that "
+                "configure_optimizers did not return; build it from the optimizer that is returned"
+            )
+    return optimizers, schedulers
+
+
+def _parts(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if _is_optimizer(returned):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.early_stopping import EarlyStopping
@@ -38,7 +37,11 @@ class TrainerProperties:
     loggers: list[Logger]
     session: Session | None
     ckpt_path: str | None
-    _log_dir: str | None
+    log_dir: str | None
+    """The folder of this run's logs, the same on every rank; the default folder without a logger that writes files."""
+    num_processes: int
+    skipped_in_workers: int
+    _launches: bool
 
     # -- parts -------------------------------------------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class TrainerProperties:
     @property
     def skipped_steps(self) -> int:
         """The number of windows skipped for overflow; during training as of two steps ago, exact after it."""
-        return self.precision.skipped_steps
+        return self.skipped_in_workers if self._launches else self.precision.skipped_steps
 
     @property
     def training(self) -> bool:
@@ -225,6 +228,11 @@ class TrainerProperties:
         return self._opened.data.num_training_batches
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is the epoch's last."""
+        return self._opened.data.is_last_batch
+
+    @property
     def num_val_batches(self) -> list[float]:
         """The number of validation batches, one a loader."""
         return self._opened.data.evaluation_lengths("val")
@@ -272,8 +280,8 @@ class TrainerProperties:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
-        return self.strategy.world_size
+        """The number of processes; known before the first run too."""
+        return self.num_processes if self._launches else self.strategy.world_size
 
     @property
     def num_nodes(self) -> int:
@@ -284,15 +292,3 @@ class TrainerProperties:
     def is_global_zero(self) -> bool:
         """Whether this is rank 0, the one that writes files and prints."""
         return self.global_rank == 0
-
-    @property
-    def log_dir(self) -> str | None:
-        """The folder of this run's logs, the same on every rank; the default folder without a logger that writes files."""
-        if self._log_dir is None:
-            found = (
-                next((str(one.log_dir) for one in self.loggers if one.log_dir is not None), None)
-                if self.is_global_zero
-                else None
-            )
-            self._log_dir = self.strategy.broadcast(found or str(Path(self.default_root_dir)))
-        return self._log_dir

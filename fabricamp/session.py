@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint import check_content, plain, read_checkpoint
-from fabricamp.errors import ConfigError
+from fabricamp.checkpoint import check_content, plain, read_checkpoint, write_checkpoint
+from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.evaluation import EvaluationLoop
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.loop import FitLoop, FitParts, Limits
@@ -21,12 +21,22 @@ from fabricamp.optimization import (
 )
 from fabricamp.precision.base import demands_closure
 from fabricamp.rng import isolate_rng
-from fabricamp.snapshot import restore_callbacks, restore_counters, restore_training, restore_weights
+from fabricamp.snapshot import (
+    gather_counters,
+    gather_training,
+    gather_weights,
+    restore_callbacks,
+    restore_counters,
+    restore_training,
+    restore_weights,
+)
 from fabricamp.source import DataSource, Source
 from fabricamp.state import Stage
 from fabricamp.watchdog import StopAgreement
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.optim import Optimizer
 
     from fabricamp.data import Feed
@@ -61,7 +71,7 @@ class Session:
 
     def open(self, ckpt_path: str | None) -> None:
         """Brings everything up to, not including, ``on_fit_start``."""
-        self._attach()
+        self.attach()
         self._prepare_data()
         self._call_setup("setup")
         self.module.configure_model()
@@ -79,7 +89,8 @@ class Session:
             self._restore(ckpt_path)
         self._log_hyperparams()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Ties module and data to this run."""
         attachment = Attachment()
         attachment.trainer = self.trainer
         attachment.metrics = self.metrics
@@ -300,6 +311,64 @@ class Session:
         finally:
             self.trainer.state.validating_in_fit = False
 
+    # -- evaluation as an entry point --------------------------------------------------------------------------------------------
+
+    def evaluate(self, *, verbose: bool = False, keep: bool = False) -> Any:
+        """Runs ``validate``, ``test`` or ``predict``, and returns what that returns."""
+        kind = KINDS[self.stage]
+        loop, feeds = self.evaluation_loop(kind)
+        if not feeds:
+            raise ConfigError(
+                f"there is nothing to {self.stage.value}: pass dataloaders or a datamodule, or write {LOADERS[kind]}_dataloader"
+            )
+        outputs = loop.run(feeds, keep=keep)
+        state = self.trainer.state
+        # A rank that had no batch left may not have seen the others stop.
+        if self.strategy.reduce(torch.tensor(state.should_stop), "max").item():
+            state.stop("interrupted")
+        if self.stage is Stage.PREDICT:
+            return self._gather(outputs) if keep else None
+        results = self.metrics.evaluation_results(len(feeds))
+        if verbose and self.trainer.is_global_zero and not state.should_stop:
+            _print_results(kind, results)
+        return results
+
+    def _gather(self, outputs: list[list[Any]]) -> list[Any]:
+        """The predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
+        everyone = self.strategy.all_gather_object(outputs)
+        merged = [
+            [
+                batches[position]
+                for position in range(max(map(len, ranks)))
+                for batches in ranks
+                if position < len(batches)
+            ]
+            for ranks in zip(*everyone, strict=True)
+        ]
+        return merged[0] if len(merged) == 1 else merged
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, filepath: str | Path, *, weights_only: bool) -> None:
+        """Writes a checkpoint on rank 0; every rank calls it, and every rank raises where it fails."""
+        trainer, datamodule = self.trainer, self.source.datamodule
+        checkpoint = gather_weights(self.module, self.strategy, self.precision, datamodule)
+        checkpoint.update(gather_counters(trainer.state))
+        if not weights_only:
+            checkpoint.update(
+                gather_training(self.optimizers, self.schedulers, self.precision, trainer.callbacks, datamodule)
+            )
+        call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
+        self.module.on_save_checkpoint(checkpoint)
+        failure = ""
+        if trainer.is_global_zero:
+            try:
+                write_checkpoint(filepath, checkpoint)
+            except CheckpointError as error:
+                failure = str(error)
+        if failure := self.strategy.broadcast(failure):
+            raise CheckpointError(failure)
+
     # -- closing -----------------------------------------------------------------------------------------------------------------
 
     def close(self, *, failed: bool) -> None:
@@ -317,3 +386,13 @@ class Session:
             if self.trainer.is_global_zero:
                 one.save()
                 one.close()
+
+
+def _print_results(kind: str, results: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
+    for name in sorted({name for result in results for name in result}):
+        table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
+    Console().print(table)

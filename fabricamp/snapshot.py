@@ -59,7 +59,11 @@ def gather_counters(state: RunState) -> dict[str, Any]:
         "epoch": state.epoch + state.epoch_ended,
         "global_step": state.global_step,
         "loops": {
-            "fit": {"batch_idx": 0 if state.epoch_ended else state.batch_idx, "batches_done": state.batches_done}
+            "fit": {
+                "batch_idx": 0 if state.epoch_ended else state.batch_idx,
+                "batches_done": state.batches_done,
+                "validated": state.epoch_ended or state.validating_in_fit,
+            }
         },
     }
 
@@ -81,7 +85,7 @@ def gather_training(
     }
 
 
-def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: str) -> None:
+def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool = True) -> None:
     """Loads the weights; raises :class:`CheckpointError` that tells a checkpoint of another model from a damaged one."""
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
@@ -89,7 +93,7 @@ def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: st
             f"{path} holds no 'state_dict' (it has {sorted(checkpoint)}); it is not a checkpoint of a Trainer"
         )
     try:
-        module.load_state_dict(state)
+        module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         own = module.state_dict()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
@@ -156,3 +160,4 @@ def restore_counters(checkpoint: dict[str, Any], state: RunState) -> None:
     state.global_step = int(checkpoint.get("global_step", 0))
     state.batch_idx = int(position.get("batch_idx", 0))
     state.batches_done = int(position.get("batches_done", 0))
+    state.validated = bool(position.get("validated", True))

@@ -17,6 +17,7 @@ from fabricamp.data import (
 )
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, overrides
+from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
 from fabricamp.rng import global_seed
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fabricamp.arguments import Settings
-    from fabricamp.module import TrainingModule
     from fabricamp.strategies.base import Strategy
 
 __all__ = ["DataSource", "Source"]
@@ -53,7 +53,9 @@ class DataSource:
         self._precision = precision
         self._settings = settings
         self._train_loader: Any = None
+        self._num_training_batches: float = 0
         self._feeds: list[Feed] = []
+        self._train_feed: Feed | None = None
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
 
     @property
@@ -67,15 +69,22 @@ class DataSource:
                     f"{type(self._module).__name__}.train_dataloader"
                 )
             loader = self._wire(combine(loader), train=True)
-            self._train_loader = loader
-            check_equal_lengths(self._strategy, self.num_training_batches, "train_dataloaders", loader)
+            length = loader_length(loader, "train_dataloaders")
+            length = limit_batches(length, self._settings.limit_batches["train"], "limit_train_batches")
+            check_equal_lengths(self._strategy, length, "train_dataloaders", loader)
+            self._train_loader, self._num_training_batches = loader, length
         return self._train_loader
 
     @property
     def num_training_batches(self) -> float:
         """The micro-batches in an epoch on this rank."""
-        length = loader_length(self.train_loader, "train_dataloaders")
-        return limit_batches(length, self._settings.limit_batches["train"], "limit_train_batches")
+        # Known once: a resumed epoch makes the loader shorter.
+        return self._num_training_batches if self.train_loader is not None else 0
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is the epoch's last."""
+        return self._train_feed is not None and self._train_feed.last
 
     def evaluation_loaders(self, name: str) -> list[Any]:
         """The loaders of ``name`` ("val", "test" or "predict")."""
@@ -89,7 +98,8 @@ class DataSource:
         """The loaders of ``name``, and their numbers of batches on this rank."""
         if name not in self._evaluation:
             limit = self._settings.limit_batches[name]
-            found = None if limit == 0 else self._ask(name, self._source.evaluation)
+            used = limit != 0 and (name != "val" or overrides(self._module, "validation_step", TrainingModule))
+            found = self._ask(name, self._source.evaluation) if used else None
             if found is not None and name == "val" and self._settings.overfit_batches:
                 found = self._ask("train", self._source.train)
             label = "val_dataloaders" if name == "val" else "dataloaders"
@@ -117,6 +127,8 @@ class DataSource:
             prefetch=device.type == "cuda" and not (own[0] or own[1]),
         )
         self._feeds.append(feed)
+        if loader is self._train_loader:
+            self._train_feed = feed
         return feed
 
     def close(self) -> None:

@@ -58,6 +58,7 @@ class RunState:
         "stage",
         "started",
         "stop_reason",
+        "validated",
         "validating_in_fit",
     )
 
@@ -75,6 +76,8 @@ class RunState:
         self.should_stop = False
         self.stop_reason = ""
         self.validating_in_fit = False
+        # False after a resume: the validation that may be due at ``batch_idx`` was not over yet.
+        self.validated = True
         # The main thread may not pass this many micro-batches before the ranks agreed where to stop (watchdog.py).
         self.hold_at = sys.maxsize
         self.started = time.monotonic()

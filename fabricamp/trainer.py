@@ -14,7 +14,6 @@ from fabricamp.arguments import as_callbacks, as_loggers, check_flag, check_sett
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.checkpoint import write_checkpoint
 from fabricamp.data import DataModule
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.hooks import call_all, overrides
@@ -24,8 +23,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_from
 from fabricamp.properties import TrainerProperties
 from fabricamp.rng import deterministic_mode
-from fabricamp.session import KINDS, LOADERS, Session
-from fabricamp.snapshot import gather_counters, gather_training, gather_weights
+from fabricamp.session import KINDS, Session
 from fabricamp.source import Source
 from fabricamp.state import RunState, Stage
 from fabricamp.strategies import strategy_from
@@ -106,22 +104,26 @@ class Trainer(TrainerProperties):
         self.state = RunState()
         self.session: Session | None = None
         self.ckpt_path: str | None = None
-        self._log_dir: str | None = None
+        self.log_dir: str | None = None
+        self.skipped_in_workers = 0
         found = as_loggers(logger)
         self.loggers = [TensorBoardLogger(self.settings.default_root_dir)] if found is None else found
         self._given_callbacks = as_callbacks(callbacks)
-        self._enabled = {
+        enabled = {
             ModelCheckpoint: check_flag("enable_checkpointing", enable_checkpointing),
             ProgressBar: check_flag("enable_progress_bar", enable_progress_bar),
             ModelSummary: check_flag("enable_model_summary", enable_model_summary),
         }
+        self._default_callbacks: list[Callback] = [kind() for kind, wanted in enabled.items() if wanted]
         if not enable_checkpointing and any(isinstance(one, ModelCheckpoint) for one in self._given_callbacks):
             raise ConfigError(
                 "callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out"
             )
         if self.settings.fast_dev_run:
             self.loggers = []
-        self.callbacks: list[Callback] = self._all_callbacks([])
+        self._callbacks_of: TrainingModule | None = None
+        self._own_callbacks: list[Callback] = []
+        self.take_callbacks(None)
 
     def _choose_processes(self, accelerator: str, devices: int | str | list[int], strategy: str | Strategy) -> None:
         """Decides how many processes there are, on what, and whether this one has to start them."""
@@ -131,24 +133,38 @@ class Trainer(TrainerProperties):
         launch.check_environment(self._environment, None if devices == "auto" else local, self.settings.num_nodes)
         world_size = local if self._environment is None else self._environment.world_size
         self.strategy = strategy_from(strategy, world_size)
+        if self._environment is not None:
+            self.strategy.environment = self._environment
         self.num_processes = local
         self._launches = self._environment is None and world_size > 1
 
     def become_worker(self) -> None:
         """Takes its rank from the variables that a starter has set; for workers that were forked or spawned with this Trainer."""
-        self._environment = launch.detect()
+        self._environment = launch.detect() or self.strategy.environment
         self._launches = False
 
-    def _all_callbacks(self, own: list[Callback]) -> list[Callback]:
-        """The given ones, the module's in place of those of the same class, the default ones, monitors last."""
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the last run, whose threads and loops stay in their process."""
+        return {**self.__dict__, "session": None}
+
+    def take_callbacks(self, module: TrainingModule | None) -> None:
+        """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last."""
+        if module is not None and module is not self._callbacks_of:
+            # Once a module: what they have seen lasts from one run to the next, as with those that were given.
+            found = module.configure_callbacks()
+            self._callbacks_of, self._own_callbacks = (
+                module,
+                list(found) if isinstance(found, (list, tuple)) else [found],
+            )
+        own = self._own_callbacks
         replaced = {type(one) for one in own}
         callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
-        for kind, enabled in self._enabled.items():
-            if enabled and not any(isinstance(one, kind) for one in callbacks):
-                callbacks.append(kind())
+        callbacks += [
+            one for one in self._default_callbacks if not any(isinstance(other, type(one)) for other in callbacks)
+        ]
         if self.settings.fast_dev_run:
             callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
-        return sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
+        self.callbacks = sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
 
     # -- the four entry points ---------------------------------------------------------------------------------------------------
 
@@ -211,22 +227,27 @@ class Trainer(TrainerProperties):
         """Runs one entry point, in this process or in workers; the four above are its faces."""
         module, source = self._check_call(stage, module, train, evaluation, datamodule)
         if self._launches:
-            return start_workers(self, stage, module, (train, evaluation, datamodule, ckpt_path), options)
+            result = start_workers(self, stage, module, source, ckpt_path, options)
+            self._leave_interrupted()
+            return result
         path = self._resolve(ckpt_path)
         self._enter(stage, module, source)
         session = self.session
         assert session is not None
         try:
-            with deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark), self._anomalies():
+            with (
+                deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
+                self._anomalies(),
                 # Before there are loader workers: these then leave Ctrl-C to this process.
-                with interrupts(session.agreement):
-                    session.open(path)
-                    if stage is Stage.FIT:
-                        session.fit_loop().run()
-                        self._leave_fit(session)
-                        result = None
-                    else:
-                        result = self._evaluate(stage, session, **options)
+                interrupts(session.agreement),
+            ):
+                session.open(path)
+                if stage is Stage.FIT:
+                    session.fit_loop().run()
+                    self._leave_fit(session)
+                    result = None
+                else:
+                    result = session.evaluate(**options)
         except BaseException as error:
             self._fail(session, error)
             raise
@@ -272,18 +293,23 @@ class Trainer(TrainerProperties):
         index = self._device_indices[environment.local_rank % len(self._device_indices)]
         device = torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
         self.strategy.setup_environment(environment, device)
-        for one in self.loggers:
-            if isinstance(one, RunFolderLogger):
-                # One folder for all ranks: rank 0 takes the next free one.
-                one.version = self.strategy.broadcast(one.version if self.is_global_zero else "")
+        self._agree_on_folders()
+        self.take_callbacks(module)
         if stage is Stage.FIT:
             self.state = RunState()
         self.state.stage = stage
         self.state.started = time.monotonic()
-        own = module.configure_callbacks()
-        self.callbacks = self._all_callbacks(list(own) if isinstance(own, (list, tuple)) else [own])
+        self.state.should_stop, self.state.stop_reason = False, ""
         self.session = Session(self, stage, module, source)
         self.session.agreement.start()
+
+    def _agree_on_folders(self) -> None:
+        """One folder a logger for all ranks: rank 0 takes the next free one."""
+        for one in self.loggers:
+            if isinstance(one, RunFolderLogger):
+                one.version = self.strategy.broadcast(one.version if self.is_global_zero else "")
+        found = next((str(one.log_dir) for one in self.loggers if one.log_dir is not None), None)
+        self.log_dir = self.strategy.broadcast(found or self.default_root_dir)
 
     def _leave_fit(self, session: Session) -> None:
         if self.interrupted:
@@ -291,50 +317,17 @@ class Trainer(TrainerProperties):
         self.precision.drain()
         call_all(session.hooks("on_fit_end"))
 
-    def _evaluate(self, stage: Stage, session: Session, *, verbose: bool = False, keep: bool = False) -> Any:
-        kind = KINDS[stage]
-        loop, feeds = session.evaluation_loop(kind)
-        if not feeds:
-            raise ConfigError(
-                f"there is nothing to {stage.value}: pass dataloaders or a datamodule, or write {LOADERS[kind]}_dataloader"
-            )
-        outputs = loop.run(feeds, keep=keep)
-        if stage is Stage.PREDICT:
-            return self._gather(outputs) if keep else None
-        results = session.metrics.evaluation_results(len(feeds))
-        if verbose and self.is_global_zero:
-            self._print_results(kind, results)
-        return results
-
-    def _gather(self, outputs: list[list[Any]]) -> list[Any]:
-        """The predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
-        everyone = self.strategy.all_gather_object(outputs)
-        merged = [
-            [
-                batches[position]
-                for position in range(max(map(len, ranks)))
-                for batches in ranks
-                if position < len(batches)
-            ]
-            for ranks in zip(*everyone, strict=True)
-        ]
-        return merged[0] if len(merged) == 1 else merged
-
-    def _print_results(self, kind: str, results: list[dict[str, float]]) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
-        for name in sorted({name for result in results for name in result}):
-            table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
-        Console().print(table)
-
     def _fail(self, session: Session, error: BaseException) -> None:
         launch.record_failure(error)
-        call_all(session.hooks.callbacks("on_exception"), error)
-        if session.source.datamodule is not None:
-            session.source.datamodule.on_exception(error)
-        session.close(failed=True)
+        if isinstance(error, KeyboardInterrupt):
+            # In the middle of anything, perhaps of an update: no state to save.
+            self.state.stage = Stage.IDLE
+        try:
+            call_all(session.hooks.callbacks("on_exception"), error)
+            if session.source.datamodule is not None:
+                session.source.datamodule.on_exception(error)
+        finally:
+            session.close(failed=True)
 
     def _leave_interrupted(self) -> None:
         """After Ctrl-C: a script ends here (exit code 130) rather than going on to its next line; a prompt gets its turn."""
@@ -382,24 +375,12 @@ class Trainer(TrainerProperties):
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Writes a checkpoint; to be called on every rank, rank 0 writes.  Raises :class:`CheckpointError` on every rank."""
-        session = self._opened
-        datamodule = session.source.datamodule
-        checkpoint = gather_weights(session.module, self.strategy, self.precision, datamodule)
-        checkpoint.update(gather_counters(self.state))
-        if not weights_only:
-            checkpoint.update(
-                gather_training(session.optimizers, session.schedulers, self.precision, self.callbacks, datamodule)
+        if self._launches:
+            raise CheckpointError(
+                "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
+                "call it in a hook such as on_fit_end"
             )
-        call_all(session.hooks.callbacks("on_save_checkpoint"), checkpoint)
-        session.module.on_save_checkpoint(checkpoint)
-        failure = ""
-        if self.is_global_zero:
-            try:
-                write_checkpoint(filepath, checkpoint)
-            except CheckpointError as error:
-                failure = str(error)
-        if failure := self.strategy.broadcast(failure):
-            raise CheckpointError(failure)
+        self._opened.save_checkpoint(filepath, weights_only=weights_only)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once a process."""

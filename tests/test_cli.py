@@ -87,9 +87,9 @@ def test_fit_writes_the_resolved_configuration_beside_the_logs():
 
 
 def test_without_a_logger_no_configuration_is_written():
-    before = {file.name for file in Path.cwd().rglob("*.yaml")}
+    # The default folder is the current one, where the user's own config.yaml lies.
     assert main(["fit", "config.yaml", "trainer.logger=false"]) == 0
-    assert {file.name for file in Path.cwd().rglob("*.yaml")} == before
+    assert [file.read_text() for file in Path.cwd().rglob("config.yaml")] == [CONFIG]
 
 
 def test_validate_test_and_predict(capfd):
@@ -108,8 +108,8 @@ def test_validate_test_and_predict(capfd):
     ("words", "message"),
     [
         (["fitt", "config.yaml"], "'fitt' is no command; did you mean 'fit'?"),
-        (["fit", "confg.yaml"], "did you mean 'config.yaml'?"),
-        (["fit", "config.yaml", "trainer.precison=O1"], "did you mean 'precision'?"),
+        (["fit", "konfig.yaml"], "did you mean 'config.yaml'?"),
+        (["fit", "config.yaml", "trainer.precisn=O1"], "did you mean 'precision'?"),
         (["fit", "config.yaml", "trainer.precision"], "write key=value"),
         (["fit", "config.yaml", "--trainer.precision=O1"], "as in trainer.precision=O1"),
         (["fit", "config.yaml", "trainer.strategy=dpp"], "did you mean 'ddp'?"),

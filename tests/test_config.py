@@ -117,8 +117,8 @@ def test_the_seed_comes_before_the_module(folder):
     ("override", "message"),
     [
         ("trainer.max_epoch=3", r"trainer\.max_epoch is not known; did you mean 'max_epochs'"),
-        ("module.widht=3", r"module\.widht is not known; did you mean 'width'"),
-        ("trainer.callbacks.0.patince=3", r"trainer\.callbacks\.0\.patince is not known; did you mean 'patience'"),
+        ("module.widtth=3", r"module\.widtth is not known; did you mean 'width'"),
+        ("trainer.callbacks.0.patiense=3", r"trainer\.callbacks\.0\.patiense is not known; did you mean 'patience'"),
         ("trainr.max_epochs=3", r"'trainr' is no section of a configuration; did you mean 'trainer'"),
         (
             "module.inner={_target_: parts_of_config.Pair, lefd: 1}",
@@ -130,7 +130,7 @@ def test_the_seed_comes_before_the_module(folder):
         ),
         ("module._target_=parts_of_config.Met", r"has no 'Met'; did you mean 'Net'"),
         ("module._target_=part_of_config.Net", r"no module 'part_of_config'.*did you mean 'parts_of_config'"),
-        ("module._target_=fabricamp.calbacks.X", r"fabricamp has no 'calbacks'"),
+        ("module._target_=fabricamp.kallbacks.X", r"fabricamp has no 'kallbacks'"),
         ("module._target_=parts_of_config.NUMBER", r"is a int; name a class or a function"),
         ("module._target_=parts_of_config.Data", r"is no TrainingModule"),
         ("data._target_=parts_of_config.Net", r"is no DataModule"),
@@ -143,7 +143,7 @@ def test_the_seed_comes_before_the_module(folder):
         ("seed=abc", r"seed='abc' is not a whole number"),
         ("seed=true", r"seed=True is not a whole number"),
         ("import_from=src", r"import_from='src' is not a list"),
-        ("module.lr=${modul.width}", r"modul\.width.*at module\.lr"),
+        ("module.lr=${modle_.width}", r"modle_\.width.*at module\.lr"),
         ("module.lr=???", r"Missing mandatory value: lr"),
         ("module.lr.inner=3", None),
         ("variables.width.inner=3", r"variables\.width is 8, which has no 'inner' below it"),
@@ -192,7 +192,7 @@ def test_files_that_cannot_be_read(folder):
     with pytest.raises(ConfigError, match="a folder; give a YAML file"):
         read_config(folder)
     with pytest.raises(ConfigError, match=r"did you mean '.*config\.yaml'"):
-        read_config(folder / "confg.yaml")
+        read_config(folder / "konfig.yaml")
     with pytest.raises(ConfigError, match="the file comes first"):
         read_config(Path("trainer.devices=2"))
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp.data.combined import CombinedLoader
 from fabricamp.data.lengths import known_length
+from fabricamp.data.loaders import skip_batches
 from fabricamp.data.transfer import record_stream
 from fabricamp.errors import ConfigError
 
@@ -57,8 +58,12 @@ class Feed:
         self._running: Generator[Any, None, None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        return self.behind(0)
+
+    def behind(self, count: int) -> Iterator[Any]:
+        """A pass without its first ``count`` batches: never read where the order is ours, else read past."""
         self.close()
-        self._running = self._run()
+        self._running = self._run(count)
         return self._running
 
     def close(self) -> None:
@@ -67,12 +72,13 @@ class Feed:
             self._running.close()
             self._running = None
 
-    def _run(self) -> Generator[Any, None, None]:
+    def _run(self, skipped: int) -> Generator[Any, None, None]:
         announced = _exact_length(self._loader)
-        total = min(announced, self.limit)
+        total = min(announced, self.limit) - skipped
         if total <= 0:
             return
-        batches = _taken(self._loader, total, exactly=announced < math.inf)
+        unread = skip_batches(self._loader, skipped) if skipped else 0
+        batches = _taken(self._loader, total, exactly=announced < math.inf, unread=unread)
         try:
             if self._prefetch:
                 yield from self._prefetched(batches)
@@ -123,11 +129,12 @@ class Feed:
             yield batch
 
 
-def _taken(loader: Any, total: float, *, exactly: bool) -> Generator[Any, None, None]:
-    """At most ``total`` batches; raises where an announced number of them is not reached, or an iterator is used up."""
+def _taken(loader: Any, total: float, *, exactly: bool, unread: int = 0) -> Generator[Any, None, None]:
+    """At most ``total`` batches behind ``unread``; raises where fewer come than were announced, or an iterator is used up."""
     source = iter(loader)
     count = 0
     try:
+        next(itertools.islice(source, unread, unread), None)
         for count, batch in enumerate(source if total == math.inf else itertools.islice(source, int(total)), 1):  # noqa: B007
             yield batch
     finally:

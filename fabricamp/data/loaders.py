@@ -9,10 +9,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fabricamp.data.combined import CombinedLoader
+from fabricamp.data.lengths import known_length
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.rng import seed_worker, seeds_workers
 
-__all__ = ["release_workers", "set_epoch", "wire_loader"]
+__all__ = ["release_workers", "set_epoch", "skip_batches", "wire_loader"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,6 +68,20 @@ def set_epoch(loader: Any, epoch: int) -> None:
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
             set_epoch(member, epoch)
+
+
+def skip_batches(loader: Any, count: int) -> int:
+    """Makes the next pass begin behind ``count`` batches, without reading them; returns how many have to be read past instead."""
+    members = loader.members if isinstance(loader, CombinedLoader) else [loader]
+    samplers = [getattr(member, "sampler", None) for member in members]
+    # A shorter loader that has started again has another order by then.
+    starts_again = len(members) > 1 and any(count >= known_length(member) for member in members)
+    own = [one for one in samplers if isinstance(one, TrainSampler)]
+    if starts_again or len(own) < len(members):
+        return count
+    for member, sampler in zip(members, own, strict=True):
+        sampler.start = count * (member.batch_size or 1)
+    return 0
 
 
 def release_workers(loader: Any) -> None:

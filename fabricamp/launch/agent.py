@@ -120,6 +120,8 @@ def _quiet() -> Iterator[None]:
     noisy = [
         logger for logger in known if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
     ]
+    # The agent makes this one on its way, for one line of JSON an event.
+    noisy.append(logging.getLogger("torchelastic-events-null"))
     noisy = [logger for logger in noisy if not logger.disabled]
     for logger in noisy:
         logger.disabled = True

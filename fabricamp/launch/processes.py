@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -107,7 +108,7 @@ def _work(folder: Path, job: _Job | None) -> None:
 def _save_job(job: _Job, folder: Path) -> None:
     try:
         torch.save(tuple(job), folder / "job")
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"start_method='spawn' cannot send its work to other processes ({error}); define classes and functions at the top of "
             f"a file that can be imported (no lambdas), or use start_method='fork'"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabricamp.ops.bridge import kernel, runs_kernels
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,18 +19,35 @@ _NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
 
 
 @torch.no_grad()
-def finish(state: StepState, statistics: Tensor, *, inverse_scale: Tensor, max_norm: float | None = None) -> None:
+def finish(
+    state: StepState,
+    statistics: Tensor,
+    *,
+    scale: Tensor,
+    divisor: float = 1.0,
+    max_norm: float | None = None,
+    origin: int = 0,
+) -> None:
     """Writes ``multiplier``, ``norm`` and ``found_inf`` of one optimizer's step, and folds it into the window's ``finite``.
 
-    ``statistics`` is what :func:`~fabricamp.ops.gradient_statistics` gave with the same ``inverse_scale`` (which carries the
-    strategy's divisor too); the multiplier is ``inverse_scale`` times torch's clip coefficient.
+    ``statistics`` is what :func:`~fabricamp.ops.gradient_statistics` gave with the same ``scale`` and ``divisor``; the multiplier
+    is their inverse times torch's clip coefficient.  ``origin`` is added to the number of the lowest bad statistic.
     """
-    norm = statistics.reshape(()).sqrt()
+    device = statistics.device
+    if runs_kernels(device):
+        run = kernel("finish", "finish", (), device)
+        limit = -1.0 if max_norm is None else float(max_norm)
+        run(1, 1024, state.words, statistics, statistics.numel(), scale, float(divisor), limit, origin)
+        return
+    norm = statistics.sum().sqrt()
     finite = torch.isfinite(norm)
     state.norm.copy_(norm)
     state.found_inf.copy_(~finite)
     state.finite.mul_(finite)
-    multiplier = inverse_scale
+    bad = torch.isfinite(statistics).logical_not_()
+    lowest = torch.where(bad.any(), bad.int().argmax() + origin, -1)
+    state.bad_chunk.copy_(torch.where(state.bad_chunk < 0, lowest, state.bad_chunk))
+    multiplier = (scale * divisor).reciprocal()
     if max_norm is not None:
         multiplier = multiplier * (max_norm / (norm + _NORM_EPSILON)).clamp_(max=1.0)
     state.multiplier.copy_(multiplier)
@@ -44,14 +63,39 @@ def update_scale(
     minimum: float,
     maximum: float,
     hysteresis: int,
+    loss: Tensor | None = None,
+    ring: Tensor | None = None,
 ) -> None:
     """Ends a window: counts it as applied or skipped, moves the scale, and opens the next window as finite.
 
     An overflow takes one off ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below ``minimum``.  After
-    ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.
+    ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.  The first of
+    several overflows in a row leaves window, ``loss`` (fp32), scale and chunk in ``first_*``.  The struct is recorded in row
+    ``window % len(ring)`` of ``ring``, which may be pinned host memory, with the window's own ``finite``.
     """
-    applied = state.finite
+    device = state.words.device
+    if runs_kernels(device):
+        run = kernel("finish", "update_scale", (), device)
+        slots = 0 if ring is None else len(ring)
+        rule = float(growth_factor), float(backoff_factor), growth_interval, float(minimum), float(maximum), hysteresis
+        run(1, 32, state.words, loss, ring, slots, *rule)
+        return
+    if loss is not None:
+        state.loss.copy_(loss.reshape(()))
+    slot = (state.applied + state.skipped) % len(ring) if ring is not None else None
+    applied = state.finite.clone()
     skipped = 1 - applied
+    first = skipped.bool() & (state.streak == 0)
+    for name, value in (
+        ("first_window", state.applied + state.skipped),
+        ("first_loss", state.loss),
+        ("first_scale", state.scale),
+        ("first_chunk", state.bad_chunk),
+    ):
+        latched: Tensor = getattr(state, name)
+        latched.copy_(torch.where(first, value, latched))
+    state.streak.add_(1).mul_(skipped)
+    state.bad_chunk.fill_(-1)
     state.applied.add_(applied)
     state.skipped.add_(skipped)
     left = (state.hysteresis - skipped).clamp_(min=0)
@@ -63,4 +107,14 @@ def update_scale(
     state.scale.copy_(torch.where((skipped > 0) & (left == 0), backed_off, scale))
     state.growth.copy_(growth * ~grows)
     state.hysteresis.copy_(torch.where(applied > 0, hysteresis, left))
+    if ring is not None and slot is not None:
+        _record(ring, slot, state)
     state.finite.fill_(1)
+
+
+def _record(ring: Tensor, slot: Tensor, state: StepState) -> None:
+    if ring.device == state.words.device:
+        ring[slot.long()] = state.words
+    else:  # pinned memory: every row, since the host does not know which one without waiting
+        rows = torch.arange(len(ring), device=slot.device).eq(slot).unsqueeze(1)
+        ring.copy_(torch.where(rows, state.words, ring.to(slot.device, non_blocking=True)), non_blocking=True)

@@ -1,7 +1,4 @@
-"""Sums over gradients: the torch references.
-
-A non-finite value makes a sum non-finite, so one pass is norm and overflow check.
-"""
+"""Sums over gradients.  A non-finite value makes a sum non-finite, so one pass is norm and overflow check."""
 
 from __future__ import annotations
 
@@ -9,12 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.table import table_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-__all__ = ["gradient_statistics", "l2norm"]
+    from fabricamp.ops.table import Table
+
+__all__ = ["gradient_statistics", "l2norm", "sum_squares", "table_norms"]
 
 
 @torch.no_grad()
@@ -22,20 +24,39 @@ def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the norm of all tensors together (0-dim) and of each one (1-dim), summed and kept in fp32."""
     if not tensors:
         return torch.zeros(()), torch.zeros(0)
+    if runs_kernels(tensors[0].device):
+        return table_norms(table_of(tensors))
     each = torch.stack(_norms(tensors))
     return torch.linalg.vector_norm(each), each
 
 
-@torch.no_grad()
-def gradient_statistics(gradients: Sequence[Tensor], inverse_scale: Tensor) -> Tensor:
-    """Returns the sum of squares of ``gradients * inverse_scale`` (one fp32 element, on ``inverse_scale``'s device).
+def table_norms(table: Table) -> tuple[Tensor, Tensor]:
+    """Returns the norm of a table's column 0 as a whole and of each row's, in two launches."""
+    partial = sum_squares(table)
+    norms = torch.empty(table.rows + 1, device=table.device)
+    each, total = norms[:-1], norms[-1]
+    table.launch("statistics", "norms", partial, table.chunks, each, total, blocks=table.rows + 1)
+    return total, each
 
-    Ranks that each hold a part of the gradients add theirs up before :func:`~fabricamp.ops.finish`.
+
+@torch.no_grad()
+def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor, divisor: float = 1.0) -> Tensor:
+    """Returns fp32 numbers whose sum is that of the squares of ``gradients / (scale * divisor)``, on ``scale``'s device.
+
+    Ranks that each hold a part of the gradients sum them, and then over ranks, before :func:`~fabricamp.ops.finish`.
     """
     if not gradients:
-        return torch.zeros(1, device=inverse_scale.device)
-    norms = torch.stack(_norms(gradients)) * inverse_scale
-    return norms.square_().sum().reshape(1)
+        return torch.zeros(1, device=scale.device)
+    if runs_kernels(gradients[0].device):
+        return sum_squares(table_of(gradients), scale, divisor)
+    norms = torch.stack(_norms(gradients)) * (scale * divisor).reciprocal()
+    return norms.square_()
+
+
+def sum_squares(table: Table, scale: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+    """Returns one sum of squares a chunk of ``column 0 / (scale * divisor)``, in memory that the table keeps for it."""
+    table.launch("statistics", "sum_squares", scale, divisor, table.partial)
+    return table.partial
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,18 +12,37 @@ if TYPE_CHECKING:
 
 __all__ = ["StepState"]
 
-_LAYOUT: Final = {
-    "scale": (0, torch.float32),
-    "growth": (1, torch.int32),
-    "hysteresis": (2, torch.int32),
-    "applied": (3, torch.int32),
-    "skipped": (4, torch.int32),
-    "finite": (5, torch.int32),
-    "found_inf": (6, torch.float32),
-    "multiplier": (7, torch.float32),
-    "norm": (8, torch.float32),
-    "loss": (9, torch.float32),
-}
+_FLOATS: Final = {"scale", "found_inf", "multiplier", "norm", "loss", "first_loss", "first_scale"}
+_NAMES: Final = (
+    "scale",
+    "growth",
+    "hysteresis",
+    "applied",
+    "skipped",
+    "finite",
+    "found_inf",
+    "multiplier",
+    "norm",
+    "loss",
+    "bad_chunk",
+    "streak",
+    "first_window",
+    "first_loss",
+    "first_scale",
+    "first_chunk",
+)  # the order of struct StepState in kernels/common.cuh
+_LASTING: Final = (
+    "scale",
+    "growth",
+    "hysteresis",
+    "applied",
+    "skipped",
+    "streak",
+    "first_window",
+    "first_loss",
+    "first_scale",
+    "first_chunk",
+)
 
 
 class StepState:
@@ -33,7 +52,9 @@ class StepState:
     ``hysteresis`` (int): overflows still tolerated before the scale backs off.  ``applied``, ``skipped`` (int): windows so
     far.  ``finite`` (int): 1 while every step of this window was finite.  ``found_inf`` (float): 1.0 where the last step that
     was finished has to be skipped.  ``multiplier`` (float): what its gradients are multiplied by.  ``norm`` (float): their
-    norm, unscaled and averaged, before clipping.  ``loss`` (float): the window's loss.  Words 10 to 15 are free.
+    norm, unscaled and averaged, before clipping.  ``loss`` (float): the window's loss.  ``bad_chunk`` (int): the lowest chunk
+    with a non-finite gradient in this window, -1 where none is known.  ``streak`` (int): windows skipped in a row; of the
+    first of them ``first_window`` (int, windows before it), ``first_loss``, ``first_scale`` (float) and ``first_chunk`` (int).
     """
 
     WORDS: Final = 16
@@ -48,28 +69,41 @@ class StepState:
     multiplier: Tensor
     norm: Tensor
     loss: Tensor
+    bad_chunk: Tensor
+    streak: Tensor
+    first_window: Tensor
+    first_loss: Tensor
+    first_scale: Tensor
+    first_chunk: Tensor
 
-    def __init__(self, words: Tensor, *, scale: float = 1.0, hysteresis: int = 1) -> None:
-        self.words = words.zero_()
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
         floats = words.view(torch.float32)
-        for name, (word, dtype) in _LAYOUT.items():
-            setattr(self, name, (floats if dtype is torch.float32 else words)[word])
-        self.scale.fill_(scale)
-        self.hysteresis.fill_(hysteresis)
-        self.finite.fill_(1)
+        for word, name in enumerate(_NAMES):
+            setattr(self, name, (floats if name in _FLOATS else words)[word])
 
     @classmethod
     def on(cls, device: torch.device | str, *, scale: float = 1.0, hysteresis: int = 1) -> StepState:
         """Returns a fresh struct on ``device``."""
-        return cls(torch.zeros(cls.WORDS, dtype=torch.int32, device=device), scale=scale, hysteresis=hysteresis)
+        state = cls(torch.zeros(cls.WORDS, dtype=torch.int32, device=device))
+        state.scale.fill_(scale)
+        state.multiplier.fill_(1.0)
+        state.hysteresis.fill_(hysteresis)
+        state.finite.fill_(1)
+        state.bad_chunk.fill_(-1)
+        return state
+
+    def seen_from(self, device: torch.device) -> StepState:
+        """Returns the struct itself where it is on ``device``, else a copy there, made without waiting."""
+        return self if self.words.device == device else StepState(self.words.to(device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of what outlives a window, on the device."""
-        return {name: getattr(self, name).clone() for name in ("scale", "growth", "hysteresis", "applied", "skipped")}
+        return {name: getattr(self, name).clone() for name in _LASTING}
 
     def load_state_dict(self, state: Mapping[str, Tensor | float]) -> None:
         """Takes back what :meth:`state_dict` gave; what is missing stays as it is."""
-        for name in ("scale", "growth", "hysteresis", "applied", "skipped"):
+        for name in _LASTING:
             if name in state:
                 own: Tensor = getattr(self, name)
                 own.copy_(torch.as_tensor(state[name]))
@@ -77,4 +111,4 @@ class StepState:
     @staticmethod
     def word(name: str) -> int:
         """The index of the word called ``name``."""
-        return _LAYOUT[name][0]
+        return _NAMES.index(name)

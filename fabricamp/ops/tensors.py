@@ -1,10 +1,13 @@
-"""Operations on lists of tensors, element by element: the torch references."""
+"""Operations on lists of tensors, element by element."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.table import table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +27,10 @@ def scale(
     """
     if not sources:
         return
+    if runs_kernels(sources[0].device):
+        table = table_of(sources, destinations)
+        table.launch("tensors", "scale", *_factor(multiplier, table.device), -1.0 if limit is None else float(limit))
+        return
     wide = [_wide(source, destination) for source, destination in zip(sources, destinations, strict=True)]
     if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
         torch._foreach_mul_(wide, multiplier)
@@ -40,6 +47,12 @@ def axpby(
     alpha: Tensor | float, x: Sequence[Tensor], beta: Tensor | float, y: Sequence[Tensor], out: Sequence[Tensor]
 ) -> None:
     """Writes ``alpha * x + beta * y`` into ``out``; fp32 arithmetic at least; ``out`` may be ``x`` or ``y``."""
+    if not x:
+        return
+    if runs_kernels(x[0].device):
+        table = table_of(x, y, out)
+        table.launch("sums", "axpby", *_factor(alpha, table.device), *_factor(beta, table.device))
+        return
     for left, right, destination in zip(x, y, out, strict=True):
         dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
         destination.copy_(left.to(dtype) * alpha + right.to(dtype) * beta)
@@ -48,7 +61,11 @@ def axpby(
 @torch.no_grad()
 def copy_cast(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Writes each source into its destination, rounded to the destination's dtype (masters into half weights)."""
-    if sources:
+    if not sources:
+        return
+    if runs_kernels(sources[0].device):
+        table_of(sources, destinations).launch("tensors", "scale", None, 1.0, -1.0)
+    else:
         torch._foreach_copy_(list(destinations), list(sources))
 
 
@@ -57,9 +74,19 @@ def accumulate(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float | None = None
 ) -> None:
     """Adds ``sources * multiplier`` (half gradients) to ``destinations`` (views of an fp32 buffer), in the destination's dtype."""
+    if sources and runs_kernels(sources[0].device):
+        table = table_of(sources, destinations, destinations)
+        factor = _factor(1.0 if multiplier is None else multiplier, table.device)
+        table.launch("sums", "axpby", *factor, None, 1.0)
+        return
     for source, destination in zip(sources, destinations, strict=True):
         wide = source.to(destination.dtype)
         destination.add_(wide if multiplier is None else wide * multiplier)
+
+
+def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None, float]:
+    """A factor as the kernels take it: an fp32 number in memory, or one given with the launch."""
+    return (value.to(device, torch.float32), 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
 
 
 def _wide(source: Tensor, destination: Tensor) -> Tensor:

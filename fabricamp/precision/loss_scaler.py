@@ -68,17 +68,15 @@ class LossScaler:
         if loss is None:
             state.loss.fill_(float("nan"))
         else:
-            state.loss.copy_(loss.detach().reshape(()))
-        slot = self._windows % _SLOTS
-        finite = state.finite.clone()
-        ops.update_scale(state, **self._rule)
+            loss = loss.detach().to(self.device, torch.float32)
+        rule = self._rule
         if len(self.losses) > 1:
             for one in self.losses:
-                ops.update_scale(one, **self._rule)
+                ops.update_scale(one, **rule)
             state.scale.copy_(self.losses[0].scale)
-        self._ring[slot].copy_(state.words)
-        self._ring[slot, ops.StepState.word("finite")].copy_(finite)
-        self._publish(slot)
+            rule = {**rule, "growth_factor": 1.0, "backoff_factor": 1.0}
+        ops.update_scale(state, **rule, loss=loss, ring=self._ring)
+        self._publish(self._windows % _SLOTS)
         self._windows += 1
         if self._windows <= LAG:
             return None
@@ -93,7 +91,7 @@ class LossScaler:
         return verdicts
 
     def _publish(self, slot: int) -> None:
-        self._host[slot].copy_(self._ring[slot], non_blocking=True)
+        self._host.copy_(self._ring, non_blocking=True)  # all slots: which one is new only the device knows in a replayed graph
         if self._events:
             self._events[slot].record()
 

@@ -14,6 +14,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.precision.base import demands_closure
 from fabricamp.precision.gradients import Binding, Gradient
 from fabricamp.precision.master_weights import round_to
+from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.precision.loss_scaler import LossScaler
     from fabricamp.precision.master_weights import MasterWeights
-    from fabricamp.strategies.base import Gradients, Strategy
+    from fabricamp.strategies.base import Gradients
 
 __all__ = ["Updater"]
 
@@ -55,6 +56,8 @@ class Updater:
         self._several_losses = scaler is not None and len(scaler.losses) > 1
         self._static_scale = static_scale
         self._state = scaler.state if scaler is not None else ops.StepState.on(device)
+        self._one = torch.ones((), device=device)
+        self._constant = torch.full((), float(static_scale), device=device)
         self._told = False
         exchanged = sums and strategy.distributed and strategy.world_size > 1
         self._bindings: dict[Any, Binding] = {}
@@ -122,8 +125,8 @@ class Updater:
         state = self._scaler.losses[loss_id]
         inverse = state.scale.reciprocal()
         for binding in self._bindings.values():
-            statistics = ops.gradient_statistics(binding.collect_sums(inverse), inverse)
-            state.finite.mul_(torch.isfinite(statistics[0]))
+            statistics = ops.gradient_statistics(binding.collect_sums(inverse), state.scale)
+            state.finite.mul_(torch.isfinite(statistics.sum()))
 
     def agree(self) -> None:
         """Makes the ranks agree which loss overflowed, before several scales move (one small exchange)."""
@@ -170,8 +173,7 @@ class Updater:
             if id(target) not in filled:
                 target.grad = None
         pairs = [_pair(gradient) for gradient in gathered]
-        inverse = self._inverse_scale(gradients.divisor)
-        self._scale(pairs, inverse, clip)
+        self._scale(pairs, self._loss_scale(), gradients.divisor, clip)
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
@@ -182,29 +184,29 @@ class Updater:
         if clip is None:
             return binding.found_inf
         values = [_values(target.grad) for target in binding.targets if target.grad is not None]
-        self._scale([(value, value) for value in values], 1.0, clip)
+        self._scale([(value, value) for value in values], self._one, 1.0, clip)
         return torch.maximum(binding.found_inf, self._state.found_inf)
 
-    def _inverse_scale(self, divisor: float) -> Tensor | float:
+    def _loss_scale(self) -> Tensor:
+        """What gradients still carry, on the device: the dynamic scale, a constant, or 1 where the sums are unscaled."""
         if self._scaler is None:
-            return 1.0 / (self._static_scale * divisor)
-        if self._several_losses:  # unscaled on the way into the sums
-            return 1.0 / divisor
-        return (self._state.scale * divisor).reciprocal()
+            return self._constant
+        return self._one if self._several_losses else self._state.scale
 
-    def _scale(self, pairs: list[tuple[Tensor, Tensor]], inverse: Tensor | float, clip: Clip | None) -> None:
+    def _scale(self, pairs: list[tuple[Tensor, Tensor]], scale: Tensor, divisor: float, clip: Clip | None) -> None:
         """Statistics, finish, one pass over the gradients."""
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
         max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
         limit = clip.value if clip is not None and clip.algorithm == "value" else None
         if self._scaler is None and max_norm is None:
-            ops.scale(sources, destinations, inverse, limit)
+            static = 1.0 if scale is self._one else self._static_scale
+            ops.scale(sources, destinations, 1.0 / (static * divisor), limit)
             return
-        if not isinstance(inverse, torch.Tensor):
-            inverse = torch.full((), inverse, device=self._state.words.device)
-        statistics = ops.gradient_statistics(sources, inverse)
-        self._strategy.reduce_statistics(statistics)
-        ops.finish(self._state, statistics, inverse_scale=inverse, max_norm=max_norm)
+        statistics = ops.gradient_statistics(sources, scale, divisor)
+        if type(self._strategy).reduce_statistics is not Strategy.reduce_statistics:
+            statistics = statistics.sum().reshape(1)
+            self._strategy.reduce_statistics(statistics)
+        ops.finish(self._state, statistics, scale=scale, divisor=divisor, max_norm=max_norm)
         ops.scale(sources, destinations, self._state.multiplier, limit)
 
     def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:

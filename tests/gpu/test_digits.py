@@ -22,10 +22,9 @@ def accuracy(command, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = re.search(r"accuracy\D+([\d.]+)", done.stdout)
+    found = re.search(r"test accuracy\D+([\d.]+)%", done.stdout)
     assert found, done.stdout
-    value = float(found[1])
-    return value / 100 if value > 1 else value
+    return float(found[1]) / 100
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricamp import Callback, ConfigError, Trainer
+from fabricamp import Callback, ConfigError, Trainer, TrainingModule
 from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
 from tests.small import Classifier, data, loader, quiet_trainer
 
@@ -118,6 +118,18 @@ def test_validation_cadence(options, expected):
     assert notes.replace("vv", "v") == expected
 
 
+def test_without_a_validation_step_nothing_is_validated_and_checkpoints_do_not_wait_for_it():
+    class Blind(Diary):
+        validation_step = TrainingModule.validation_step
+
+    module = Blind()
+    trainer = quiet_trainer(max_epochs=1, check_val_every_n_epoch=2, enable_checkpointing=True)
+    trainer.fit(module, loader(4), loader(8))
+    assert module.notes == "ts|"
+    assert trainer.num_val_batches == []
+    assert trainer.checkpoint_callback.best_model_path
+
+
 def test_validation_amid_a_window_keeps_its_gradients():
     plain, validating = Diary(), Diary()
     for module, interval in ((plain, 1.0), (validating, 1)):
@@ -186,7 +198,7 @@ def test_the_sanity_check_leaves_no_trace():
     assert torch.equal(results[0][2], results[1][2])
 
 
-# -- stop requests -------------------------------------------------------------------------------------------------------------------
+# -- stop requests -----------------------------------------------------------------------------------------------------
 
 
 class StopsAt(Callback):
@@ -260,7 +272,7 @@ def test_max_time_waits_for_min_epochs_and_ends_in_time():
     assert notes.count("|") > 5
 
 
-# -- trial runs ----------------------------------------------------------------------------------------------------------------------
+# -- trial runs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "batches"), [(True, 1), (3, 3)])
@@ -291,7 +303,7 @@ def test_a_trial_run_leaves_no_files(value, batches, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# -- one Trainer used again ----------------------------------------------------------------------------------------------------------
+# -- one Trainer used again --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
@@ -315,7 +327,7 @@ def test_a_second_fit_begins_anew(precision):
         assert trainer.validate(module, loader(4), verbose=False) == [{"val_loss": 1.0}]
 
 
-# -- loaders of all kinds ------------------------------------------------------------------------------------------------------------
+# -- loaders of all kinds ----------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -343,11 +355,11 @@ def test_a_loader_of_unknown_length():
     assert module.notes == "tstsvts|"
     assert trainer.num_training_batches == math.inf
     assert trainer.estimated_stepping_batches == math.inf
-    with pytest.raises(ConfigError, match="val_check_interval=0.5"):
+    with pytest.raises(ConfigError, match=r"val_check_interval=0.5"):
         quiet_trainer(max_epochs=1, val_check_interval=0.5).fit(
             module, DataLoader(Stream(3), batch_size=None), loader(4)
         )
-    with pytest.raises(ConfigError, match="limit_train_batches=0.5"):
+    with pytest.raises(ConfigError, match=r"limit_train_batches=0.5"):
         quiet_trainer(max_epochs=1, limit_train_batches=0.5).fit(module, DataLoader(Stream(3), batch_size=None))
 
 
@@ -356,7 +368,7 @@ def test_a_generator_is_one_epoch():
     batches = (data(4)[:] for _ in range(3))
     quiet_trainer(max_epochs=1).fit(module, batches)
     assert module.notes == "tststs|"
-    with pytest.raises(ConfigError, match="used up|iterated"):
+    with pytest.raises(ConfigError, match=r"used up|iterated"):
         quiet_trainer(max_epochs=2).fit(Diary(), (data(4)[:] for _ in range(3)))
     endless = (data(4)[:] for _ in iter(int, 1))
     quiet_trainer(max_steps=5).fit(Diary(), endless)

@@ -65,14 +65,22 @@ def test_the_list_of_wrong_values_misses_no_argument():
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"), [("max_epoch", "max_epochs"), ("precison", "precision"), ("gradient_clip", "gradient_clip_val"), ("callback", "callbacks")]
+    ("typo", "meant"),
+    [
+        ("max_epoch", "max_epochs"),
+        ("precison", "precision"),
+        ("gradient_clip", "gradient_clip_val"),
+        ("callback", "callbacks"),
+    ],
 )
 def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
     with pytest.raises(ConfigError, match=f"no argument '{typo}'; did you mean '{meant}'"):
         Trainer(**QUIET, **{typo: 1})
 
 
-@pytest.mark.parametrize(("name", "typo", "meant"), [("precision", "01", "O1"), ("strategy", "dpp", "ddp"), ("accelerator", "gppu", "gpu")])
+@pytest.mark.parametrize(
+    ("name", "typo", "meant"), [("precision", "01", "O1"), ("strategy", "dpp", "ddp"), ("accelerator", "gppu", "gpu")]
+)
 def test_a_misspelt_name_gets_the_nearest_one(name, typo, meant):
     with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
         Trainer(**{**QUIET, name: typo})

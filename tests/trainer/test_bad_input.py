@@ -78,12 +78,36 @@ def test_an_optimizer_over_another_modules_parameters():
         (lambda optimizer, scheduler: "sgd", "str"),
         (lambda optimizer, scheduler: {"optimiser": optimizer}, "did you mean 'optimizer'"),
         (lambda optimizer, scheduler: {"lr_scheduler": scheduler}, "'lr_scheduler'|without 'optimizer'"),
-        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "intervall": "step"}}, "interval"),
-        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "batch"}}, "'batch'"),
-        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "frequency": 0}}, "frequency"),
+        (
+            lambda optimizer, scheduler: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "intervall": "step"},
+            },
+            "interval",
+        ),
+        (
+            lambda optimizer, scheduler: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "batch"},
+            },
+            "'batch'",
+        ),
+        (
+            lambda optimizer, scheduler: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "frequency": 0},
+            },
+            "frequency",
+        ),
         (lambda optimizer, scheduler: [optimizer, scheduler], "LambdaLR"),
         (lambda optimizer, scheduler: [optimizer, optimizer], "twice"),
-        (lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}, "monitor"),
+        (
+            lambda optimizer, scheduler: {
+                "optimizer": optimizer,
+                "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+            },
+            "monitor",
+        ),
     ],
 )
 def test_forms_of_configure_optimizers_that_are_none(returned, message):
@@ -133,7 +157,12 @@ def test_a_checkpoint_of_another_model(tmp_path):
     other = variant(__init__=lambda self: (Classifier.__init__(self), setattr(self, "extra", torch.nn.Linear(2, 2)))[0])
     with pytest.raises(CheckpointError, match="another model.*missing extra.bias, extra.weight"):
         quiet_trainer(max_epochs=1).fit(other, loader(), ckpt_path=tmp_path / "a.ckpt")
-    wider = variant(__init__=lambda self: (Classifier.__init__(self), setattr(self, "net", torch.nn.Sequential(torch.nn.Linear(8, 5))))[0])
+    wider = variant(
+        __init__=lambda self: (
+            Classifier.__init__(self),
+            setattr(self, "net", torch.nn.Sequential(torch.nn.Linear(8, 5))),
+        )[0]
+    )
     with pytest.raises(CheckpointError, match=r"other shape net.0.bias: \(16,\) in the file, \(5,\) here"):
         quiet_trainer().validate(wider, loader(), ckpt_path=tmp_path / "a.ckpt")
 

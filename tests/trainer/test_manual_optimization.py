@@ -70,7 +70,9 @@ def test_two_optimizers_make_one_step_a_batch_and_equal_a_loop_by_hand():
 def on_a_rank():
     rank = torch.distributed.get_rank()
     module = TwoPlayers()
-    quiet_trainer(max_epochs=1, strategy="ddp", devices="auto").fit(module, [batch[rank * 2 : rank * 2 + 2] for batch in batches()])
+    quiet_trainer(max_epochs=1, strategy="ddp", devices="auto").fit(
+        module, [batch[rank * 2 : rank * 2 + 2] for batch in batches()]
+    )
     return module.seen
 
 
@@ -83,7 +85,8 @@ def test_gradients_under_ddp_are_those_of_the_joined_batch_from_the_first_step()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"accumulate_grad_batches": 2}, "accumulate_grad_batches"), ({"gradient_clip_val": 1.0}, "gradient_clip_val")]
+    ("options", "message"),
+    [({"accumulate_grad_batches": 2}, "accumulate_grad_batches"), ({"gradient_clip_val": 1.0}, "gradient_clip_val")],
 )
 def test_what_only_automatic_optimization_can_do_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):

@@ -73,7 +73,10 @@ def as_dict_with_scheduler(self):
 
 def as_dict_with_options(self):
     optimizer = sgd(self)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halving(optimizer), "interval": "step", "frequency": 3, "name": "half"}}
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": halving(optimizer), "interval": "step", "frequency": 3, "name": "half"},
+    }
 
 
 def as_list_of_dicts(self):
@@ -127,7 +130,7 @@ def test_intervals_count_updates_and_epochs(options, accumulate, expected):
 def test_a_scheduler_that_needs_the_number_of_steps():
     def configure(self):
         optimizer = sgd(self)
-        scheduler = OneCycleLR(optimizer, 1.0, total_steps=int(self.trainer.estimated_stepping_batches))
+        scheduler = OneCycleLR(optimizer, 1.0, total_steps=self.trainer.estimated_stepping_batches)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -190,7 +193,7 @@ def test_the_monitor_may_stand_beside_the_scheduler():
 
 
 def test_a_plateau_without_its_value():
-    with pytest.raises(ConfigError, match="'missing'.*flat"):
+    with pytest.raises(ConfigError, match=r"'missing'.*flat"):
         rates(with_scheduler(plateau, monitor="missing"), module=Plateaus)
     assert rates(with_scheduler(plateau, monitor="missing", strict=False), module=Plateaus) == [1.0] * 12
 
@@ -281,7 +284,9 @@ def test_the_lambda_is_asked_for_the_next_step_only():
 
     def configure(self):
         optimizer = sgd(self)
-        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: asked.append(step) or 1.0), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": LambdaLR(optimizer, lambda step: asked.append(step) or 1.0), "interval": "step"}
+        ]
 
     rates(configure, epochs=1)
     assert asked == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What a module may override of an update, in the forms that Lightning documents; and optimizers that run the forward themselves."""
+"""What a module may override of an update, in Lightning's documented forms; and optimizers that run the forward themselves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_optimizer_step_may_pass_the_call_on(precision, form):
             if form == "super":
                 super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             elif form == "super_by_name":
-                super().optimizer_step(epoch=epoch, batch_idx=batch_idx, optimizer=optimizer, optimizer_closure=optimizer_closure)
+                super().optimizer_step(
+                    epoch=epoch, batch_idx=batch_idx, optimizer=optimizer, optimizer_closure=optimizer_closure
+                )
             else:
                 optimizer.step()
 
@@ -98,7 +100,9 @@ def test_configure_gradient_clipping(precision, algorithm):
 
         def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
             self.given = gradient_clip_val, gradient_clip_algorithm
-            self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val / 2, gradient_clip_algorithm=gradient_clip_algorithm)
+            self.clip_gradients(
+                optimizer, gradient_clip_val=gradient_clip_val / 2, gradient_clip_algorithm=gradient_clip_algorithm
+            )
             gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
             self.norms += (float(torch.nn.utils.get_total_norm(gradients)),)
 
@@ -173,7 +177,7 @@ def test_hooks_see_unscaled_gradients_and_change_nothing(precision, options):
         torch.testing.assert_close(seen.float(), expected, rtol=0.1, atol=0.01)
 
 
-# -- optimizers that run the forward themselves --------------------------------------------------------------------------------------
+# -- optimizers that run the forward themselves ------------------------------------------------------------------------
 
 
 class Newton(Classifier):

@@ -1,0 +1,193 @@
+"""From a ``.cu`` file to a launch on torch's memory and stream: CuPy compiles and launches, torch does all the rest."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["COMPILERS", "Backend", "Kernel", "backend", "kernel", "runs_kernels", "source"]
+
+KERNELS: Final = Path(__file__).parent / "kernels"
+_MOST_CALLS: Final = 256
+_TYPES: Final = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    None: "None",
+}
+_FILES: Final = {
+    "accumulate": "sums",
+    "adam": "adam",
+    "axpby": "sums",
+    "copy_cast": "tensors",
+    "finish": "finish",
+    "gradient_statistics": "statistics",
+    "l2norm": "statistics",
+    "scale": "tensors",
+    "update_scale": "finish",
+}
+"""Which ``.cu`` file each op runs."""
+
+Kind = tuple["torch.dtype | None", ...]
+"""The dtypes of one row of a table, a column each; None where the row does not have the column."""
+
+
+class Backend(NamedTuple):
+    """What runs an op, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Function(Protocol):
+    """A compiled kernel: ``launch(blocks, threads, arguments, stream)``, with the address of an array of argument addresses."""
+
+    def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None: ...
+
+
+def source(file: str, kinds: Sequence[Kind] = ()) -> str:
+    """Returns the text of ``kernels/<file>.cu`` with our headers in place and ``KINDS``, the rows it has to serve, defined.
+
+    The headers are part of the text because CuPy's disk cache goes by the text alone.
+    """
+    rows = " ".join(f"KIND({index}, {', '.join(_TYPES[one] for one in kind)})" for index, kind in enumerate(kinds))
+    text = (KERNELS / f"{file}.cu").read_text()
+    text = re.sub(r'#include "(\w+\.cuh)"', lambda found: (KERNELS / found[1]).read_text(), text)
+    return f"#define KINDS {rows}\n{text.replace('#pragma once', '')}"
+
+
+def _with_cupy(text: str, function: str, device: torch.device) -> Function:
+    import cupy
+    from cupy.cuda import driver
+
+    with cupy.cuda.Device(device.index):
+        module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
+        compiled = module.get_function(function).kernel
+    pointer, launch = compiled.ptr, driver.launchKernel
+
+    def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
+        launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+
+    run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
+    return run
+
+
+COMPILERS: dict[str, Callable[[str, str, torch.device], Function]] = {"cuda": _with_cupy}
+"""How a kernel of a source text is compiled, by device type; the tests add one for "cpu"."""
+
+
+class Kernel:
+    """A compiled kernel of one device, called with tensors, numbers and structures.
+
+    Integers arrive as ``long long``, floats as ``double``, tensors and None as addresses.  Each set of arguments is laid out
+    once: what changes from step to step is read from device memory.
+    """
+
+    def __init__(self, function: Function, device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def __call__(self, blocks: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
+        """Launches on torch's current stream of the kernel's device."""
+        if blocks == 0:
+            return
+        key = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
+        call = self._calls.get(key)
+        if call is None:
+            call = self._lay_out(key)
+        if not self._cuda:
+            self._function(blocks, threads, call[0], 0)
+        elif torch.cuda.current_device() == self._device.index:
+            self._function(blocks, threads, call[0], torch.cuda.current_stream().cuda_stream)
+        else:
+            with torch.cuda.device(self._device):
+                self._function(blocks, threads, call[0], torch.cuda.current_stream().cuda_stream)
+
+    def _lay_out(self, key: tuple[Any, ...]) -> tuple[int, Any]:
+        if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
+            self._calls.clear()
+        values = [_as_c(one) for one in key]
+        addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        call = ctypes.addressof(addresses), (addresses, values)
+        self._calls[key] = call
+        return call
+
+
+def _as_c(value: Any) -> Any:
+    if isinstance(value, ctypes.Structure):
+        return value
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    return ctypes.c_longlong(value or 0)
+
+
+@functools.cache
+def kernel(file: str, function: str, kinds: tuple[Kind, ...], device: torch.device) -> Kernel:
+    """Returns ``function`` of ``kernels/<file>.cu`` for tables with rows of ``kinds``, compiled once per device."""
+    return Kernel(COMPILERS[device.type](source(file, kinds), function, device), device)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Returns whether ops on tensors of ``device`` run as kernels; warns once where a GPU could and CuPy is in the way."""
+    return device.type in COMPILERS and (device.type != "cuda" or _cupy_obstacle() is None)
+
+
+@functools.cache
+def _cupy_obstacle() -> str | None:
+    """Why CuPy cannot serve torch's GPU, told once; None where it can."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    install = f'pip install "fabricamp[cuda{major}]"'
+    reason: str | None = None
+    if torch.version.cuda is None:
+        reason = "this torch is built without CUDA"
+    elif find_spec("cupy") is None:
+        reason = f"CuPy is not installed; {install}"
+    else:
+        reason = _version_obstacle(major, install)
+    if reason is not None and torch.cuda.is_available():
+        warnings.warn(f"fabricamp's kernels do not run, torch's slower operations do: {reason}", stacklevel=2)
+    return reason
+
+
+def _version_obstacle(major: str, install: str) -> str | None:
+    try:
+        import cupy
+    except (ImportError, OSError) as error:
+        return f"CuPy cannot be imported ({error}); {install}"
+    theirs = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if str(theirs) != major:
+        return f"CuPy is for CUDA {theirs} and torch for CUDA {major}; {install}"
+    return None
+
+
+def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
+    """Returns what runs each op on ``device`` (the first GPU where there is one) and why.
+
+    >>> str(backend("cpu")["scale"])
+    'torch: its tensors are on cpu'
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if runs_kernels(chosen):
+        choice = Backend("cupy", f"kernels for {chosen.type}, compiled on first use")
+    elif chosen.type != "cuda":
+        choice = Backend("torch", f"its tensors are on {chosen.type}")
+    else:
+        choice = Backend("torch", str(_cupy_obstacle()))
+    return dict.fromkeys(_FILES, choice)

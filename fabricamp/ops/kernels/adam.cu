@@ -1,0 +1,73 @@
+// Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy; cell 0 is the step count.
+#include "common.cuh"
+
+enum Scalar { LR, BETA1, BETA2, EPS, WEIGHT_DECAY, LOG_BETA1, LOG_BETA2, DECOUPLED, MAXIMIZE };
+
+template <typename G, typename P, typename M1, typename M2, typename C> struct Adam {
+  typedef typename MathOf<P>::type M;
+  const G* gradients;
+  P* parameters;
+  M1* averages;
+  M2* squares;
+  C* copies;
+  Gradient<M> gradient;
+  M step_size, keep, beta1, new1, beta2, new2, eps, decay, correction2;
+
+  template <int N> __device__ __forceinline__ void run(int64 i) {
+    M g[N], p[N], average[N], square[N];
+    load<N>(gradients + i, g);
+    load<N>(parameters + i, p);
+    load<N>(averages + i, average);
+    load<N>(squares + i, square);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      M value = gradient.of(g[j]) + decay * p[j];
+      average[j] = beta1 * average[j] + new1 * value;
+      square[j] = beta2 * square[j] + new2 * value * value;
+      p[j] = keep * p[j] - step_size * (average[j] / (sqrt(square[j]) * correction2 + eps));
+    }
+    store<N>(parameters + i, p);
+    store<N>(averages + i, average);
+    store<N>(squares + i, square);
+    store<N>(copies + i, p);
+  }
+};
+
+template <typename G, typename P, typename M1, typename M2, typename C>
+__device__ __forceinline__ void update(const Table& table, const Chunk& chunk, const StepState* state, double limit) {
+  typedef Adam<G, P, M1, M2, C> Body;
+  typedef typename Body::M M;
+  const double* s = chunk.scalars;
+  M step = (M)(*cell<const float>(table, chunk, 0) + 1.f);
+  bool decoupled = s[DECOUPLED] != 0;
+  Body body;
+  body.gradients = column<const G>(table, chunk, 0);
+  body.parameters = column<P>(table, chunk, 1);
+  body.averages = column<M1>(table, chunk, 2);
+  body.squares = column<M2>(table, chunk, 3);
+  body.copies = column<C>(table, chunk, 4);
+  body.gradient = gradient_of<M>(state, limit);
+  if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;
+  // 1 - beta^step without losing what is left of it; a logarithm of 0 stands for no bias correction (log_beta = -inf gives 1).
+  body.step_size = (M)s[LR] / -expm1(step * (M)s[LOG_BETA1]);
+  body.correction2 = (M)1 / sqrt(-expm1(step * (M)s[LOG_BETA2]));
+  body.keep = decoupled ? (M)(1.0 - s[LR] * s[WEIGHT_DECAY]) : (M)1;
+  body.decay = decoupled ? (M)0 : (M)s[WEIGHT_DECAY];
+  body.beta1 = (M)s[BETA1];
+  body.new1 = (M)(1.0 - s[BETA1]);
+  body.beta2 = (M)s[BETA2];
+  body.new2 = (M)(1.0 - s[BETA2]);
+  body.eps = (M)s[EPS];
+  each<4>(chunk, body);
+}
+
+extern "C" __global__ void __launch_bounds__(512) adam(Table table, const StepState* state, double limit, int64 skips) {
+  Chunk chunk;
+  if (skipped(state, skips) || !locate(table, chunk)) return;
+  switch (chunk.kind) {
+#define KIND(index, ...) case index: update<__VA_ARGS__>(table, chunk, state, limit); break;
+    KINDS
+#undef KIND
+  }
+  if (last_of_row(table, chunk)) *cell<float>(table, chunk, 0) += 1.f;
+}

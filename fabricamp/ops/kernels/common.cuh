@@ -1,0 +1,182 @@
+// What every kernel over a tensor table stands on (ops/table.py builds the table): one block is one chunk of one tensor.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+typedef long long int64;
+
+// The type of a column that a row does not have.
+struct None {};
+
+template <typename T> struct MathOf { typedef float type; };
+template <> struct MathOf<double> { typedef double type; };
+
+// What two columns are combined in.
+template <typename A, typename B> struct CommonMath {
+  typedef decltype(typename MathOf<A>::type() + typename MathOf<B>::type()) type;
+};
+
+// Lines of `rows` words each: where a row's chunks start, its elements, its kind, then one address a column and a cell.
+enum Line { FIRST_CHUNK, SIZE, INFO, COLUMNS };
+
+struct Table {
+  const int64* lines;
+  const int* chunk_rows;
+  const double* scalars;
+  int* tickets;
+  int64 rows;
+  int64 chunk_size;
+  int columns;
+  int scalars_per_group;
+  int flag_cell;  // the cell with 0 in rows that take no part, or -1
+};
+
+struct Chunk {
+  int row;
+  int kind;
+  bool aligned;
+  int64 offset;
+  int count;
+  const double* scalars;
+};
+
+__device__ __forceinline__ int64 line_word(const Table& table, int line, int row) {
+  return table.lines[line * table.rows + row];
+}
+
+// The cell `index` (one value a row) of the chunk's row.
+template <typename T> __device__ __forceinline__ T* cell(const Table& table, const Chunk& chunk, int index) {
+  return (T*)line_word(table, COLUMNS + table.columns + index, chunk.row);
+}
+
+// The chunk's part of a column.
+template <typename T> __device__ __forceinline__ T* column(const Table& table, const Chunk& chunk, int index) {
+  return (T*)line_word(table, COLUMNS + index, chunk.row) + chunk.offset;
+}
+
+// Finds this block's chunk; false where its row takes no part.  The same in all threads of a block.
+__device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
+  int row = chunk.row = table.chunk_rows[blockIdx.x];
+  int64 info = line_word(table, INFO, row);
+  chunk.kind = (int)(info & 0xff);
+  chunk.aligned = (info >> 8) & 1;
+  chunk.scalars = table.scalars + (info >> 16) * table.scalars_per_group;
+  chunk.offset = (blockIdx.x - line_word(table, FIRST_CHUNK, row)) * table.chunk_size;
+  int64 left = line_word(table, SIZE, row) - chunk.offset;
+  chunk.count = (int)(left < table.chunk_size ? left : table.chunk_size);
+  if (line_word(table, COLUMNS, row) == 0) return false;
+  if (table.flag_cell < 0) return true;
+  const float* flag = cell<const float>(table, chunk, table.flag_cell);
+  return flag == nullptr || *flag != 0.f;
+}
+
+// Called by every thread of every block at its end: true in one thread of the last block of the row to get there.
+__device__ __forceinline__ bool last_of_row(const Table& table, const Chunk& chunk) {
+  __syncthreads();
+  if (threadIdx.x != 0) return false;
+  int64 size = line_word(table, SIZE, chunk.row);
+  int chunks = (int)((size + table.chunk_size - 1) / table.chunk_size);
+  int* ticket = table.tickets + chunk.row;
+  if (atomicAdd(ticket, 1) + 1 < chunks) return false;
+  *ticket = 0;
+  return true;
+}
+
+template <typename T, int N> struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Pack { T value[N]; };
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T> struct Narrow;
+template <> struct Narrow<float> { template <typename M> __device__ static float of(M x) { return (float)x; } };
+template <> struct Narrow<double> { template <typename M> __device__ static double of(M x) { return (double)x; } };
+template <> struct Narrow<__half> {
+  template <typename M> __device__ static __half of(M x) { return __float2half_rn((float)x); }
+};
+template <> struct Narrow<__nv_bfloat16> {
+  template <typename M> __device__ static __nv_bfloat16 of(M x) { return __float2bfloat16_rn((float)x); }
+};
+
+// N neighbours at once, widened to M; N = 1 asks for no alignment.
+template <int N, typename T, typename M> __device__ __forceinline__ void load(const T* from, M (&to)[N]) {
+  Pack<T, N> pack = *(const Pack<T, N>*)from;
+#pragma unroll
+  for (int j = 0; j < N; ++j) to[j] = (M)widen(pack.value[j]);
+}
+
+template <int N, typename T, typename M> __device__ __forceinline__ void store(T* to, const M (&from)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int j = 0; j < N; ++j) pack.value[j] = Narrow<T>::of(from[j]);
+  *(Pack<T, N>*)to = pack;
+}
+
+template <int N, typename M> __device__ __forceinline__ void store(None*, const M (&)[N]) {}
+
+// Runs body.run<N>(i) for every N neighbours of the chunk and body.run<1>(i) for what is left.
+template <int N, typename Body> __device__ __forceinline__ void each(const Chunk& chunk, Body& body) {
+  int packs = chunk.aligned ? chunk.count / N : 0;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < packs; i += blockDim.x) body.template run<N>((int64)i * N);
+  for (int i = packs * N + threadIdx.x; i < chunk.count; i += blockDim.x) body.template run<1>(i);
+}
+
+// The sum over a block, right in thread 0; always added in the same order.
+template <typename T> __device__ __forceinline__ T block_sum(T value) {
+  __shared__ T warps[32];
+  for (int step = 16; step > 0; step >>= 1) value += __shfl_down_sync(0xffffffffu, value, step);
+  __syncthreads();  // an earlier sum may still be read
+  if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = value;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    value = threadIdx.x < (blockDim.x + 31) / 32 ? warps[threadIdx.x] : T(0);
+    for (int step = 16; step > 0; step >>= 1) value += __shfl_down_sync(0xffffffffu, value, step);
+  }
+  return value;
+}
+
+// Unlike fminf and fmaxf it keeps a NaN.
+template <typename M> __device__ __forceinline__ M limited(M value, M limit) {
+  return value > limit ? limit : (value < -limit ? -limit : value);
+}
+
+// What a step decides on the device; ops/step_state.py has the same words.
+struct StepState {
+  float scale;
+  int growth;
+  int hysteresis;
+  int applied;
+  int skipped;
+  int finite;
+  float found_inf;
+  float multiplier;
+  float norm;
+  float loss;
+  int bad_chunk;
+  int streak;
+  int first_window;
+  float first_loss;
+  float first_scale;
+  int first_chunk;
+};
+
+// How an update reads its gradients: times a multiplier from device memory, then limited (not where the limit is negative).
+template <typename M> struct Gradient {
+  M multiplier;
+  M limit;
+  __device__ __forceinline__ M of(M value) const {
+    value *= multiplier;
+    return limit >= 0 ? limited(value, limit) : value;
+  }
+};
+
+template <typename M> __device__ __forceinline__ Gradient<M> gradient_of(const StepState* state, double limit) {
+  return Gradient<M>{state ? (M)state->multiplier : (M)1, (M)limit};
+}
+
+// Whether an update has to leave all as it is.
+__device__ __forceinline__ bool skipped(const StepState* state, int64 skips) {
+  return state && skips && state->found_inf != 0.f;
+}

@@ -1,0 +1,67 @@
+"""What the torch references of the update ops share: gradients made ready, wide arithmetic, the skip."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.ops.step_state import StepState
+
+__all__ = ["prepared", "rounded", "unless_skipped", "widened"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns fp32 copies of half tensors, and the others themselves."""
+    return [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]
+
+
+def rounded(wide: Sequence[Tensor], narrow: Sequence[Tensor | None]) -> None:
+    """Writes back what :func:`widened` had to copy; None takes nothing."""
+    pairs = [(to, value) for value, to in zip(wide, narrow, strict=True) if to is not None and to is not value]
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
+
+
+def prepared(
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    state: StepState | None,
+    limit: float | None,
+    *,
+    negate: bool = False,
+) -> list[Tensor]:
+    """Returns gradients in the dtypes of ``parameters``: multiplied, limited, negated; those given stay as they are."""
+    values = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, parameters, strict=True)]
+    if state is not None and values:
+        values = list(torch._foreach_mul(values, state.multiplier.to(values[0].device, non_blocking=True)))
+    if limit is not None:
+        values = list(torch._foreach_clamp_max(values, limit))
+        torch._foreach_clamp_min_(values, -limit)
+    return list(torch._foreach_neg(values)) if negate else values
+
+
+def unless_skipped(state: StepState | None, written: Sequence[Tensor], update: Callable[[], None]) -> None:
+    """Runs ``update`` unless ``state.found_inf`` is set; decided without a wait where the flag is not on the host's side.
+
+    There the update runs in any case, and all that it has ``written`` is put back where it should not have.
+    """
+    if state is None:
+        update()
+        return
+    if state.words.device.type == "cpu":
+        if not state.found_inf.item():
+            update()
+        return
+    before = [tensor.clone() for tensor in written]
+    update()
+    skip = state.found_inf != 0
+    for tensor, old in zip(written, before, strict=True):
+        tensor.copy_(torch.where(skip.to(tensor.device), old, tensor))

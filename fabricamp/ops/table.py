@@ -1,0 +1,299 @@
+"""The tensor table: any number of tensors of any size and dtype, updated by one launch.
+
+Every tensor is cut into chunks, one thread block each.  A row is what belongs together (a parameter, its gradient, its state),
+a column is one role over all rows.  Addresses stay in device memory; only those of column 0 (gradients) are expected to move.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fabricamp.ops import bridge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.ops.bridge import Kind
+
+__all__ = ["CHUNK_SIZE", "THREADS", "Table", "table_of"]
+
+CHUNK_SIZE: Final = 65536
+THREADS: Final = 512
+_INFO: Final = 2
+_COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
+_ALIGNMENT: Final = 16
+_MOST_TABLES: Final = 32
+
+
+class _Struct(ctypes.Structure):
+    """``struct Table`` of kernels/common.cuh."""
+
+    _fields_ = (
+        ("lines", ctypes.c_void_p),
+        ("chunk_rows", ctypes.c_void_p),
+        ("scalars", ctypes.c_void_p),
+        ("tickets", ctypes.c_void_p),
+        ("rows", ctypes.c_longlong),
+        ("chunk_size", ctypes.c_longlong),
+        ("columns", ctypes.c_int),
+        ("scalars_per_group", ctypes.c_int),
+        ("flag_cell", ctypes.c_int),
+    )
+
+    __hash__ = object.__hash__  # launches are remembered by their arguments
+
+
+class _Stand(NamedTuple):
+    """A dense tensor that stands in for one whose elements the kernels cannot walk through in the row's order."""
+
+    tensor: Tensor
+    dense: Tensor
+
+
+class Table:
+    """Rows of tensors on one device, ready for any kernel that takes their columns.
+
+    ``columns`` are lists of one length; None where a row does not have the column.  A row whose column 0 is None takes no part.
+    ``cells`` are columns of single values (step counts); ``flags`` is the cell, of fp32, with 0 in rows that take no part.
+    ``groups`` gives each row the group whose ``scalars`` it reads.  Column 0 is only read; the others may be written.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Sequence[Tensor | None]],
+        *,
+        device: torch.device,
+        cells: Sequence[Sequence[Tensor | None]] = (),
+        flags: int = -1,
+        groups: Sequence[int] | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.device = device
+        self._columns = [list(column) for column in columns]
+        self._flag_cell = flags
+        self._chunk_size = chunk_size or CHUNK_SIZE
+        self._stands: list[dict[int, _Stand]] = [{} for _ in columns]
+        self._anchors = _anchors(self._columns)
+        self._kinds: dict[Kind, int] = {}
+        self._kinds_in_order: tuple[Kind, ...] = ()
+        self._partial: Tensor | None = None
+        self._scalars: tuple[tuple[float, ...], ...] = ()
+        self._device_scalars: Tensor | None = None
+        count = len(self._columns[0])
+        self._groups = np.zeros(count, np.int64) if groups is None else np.asarray(groups, np.int64)
+        self._lines = np.zeros((_COLUMNS + len(self._columns) + len(cells), count), np.int64)
+        self._lay_out_chunks()
+        for index in range(1, len(self._columns)):
+            self._place(index)
+        for index, cell in enumerate(cells):
+            self._lines[_COLUMNS + len(self._columns) + index] = [0 if one is None else one.data_ptr() for one in cell]
+        self._pointers: list[int] = []
+        self._uploaded = torch.empty(self._lines.shape, dtype=torch.int64, device=device)
+        self._uploaded.copy_(self._pinned(self._lines), non_blocking=True)
+        self._struct = _Struct()
+        self.refresh(self._columns[0])
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self._lines.shape[1])
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks, which is the number of blocks of a launch."""
+        return len(self._chunk_rows)
+
+    @property
+    def partial(self) -> Tensor:
+        """Memory for one fp32 number a chunk."""
+        if self._partial is None:
+            self._partial = torch.empty(self.chunks, device=self.device)
+        return self._partial
+
+    def row_of_chunk(self, chunk: int) -> int:
+        """Returns the row that a chunk belongs to."""
+        return int(np.searchsorted(self._lines[0], chunk, side="right")) - 1
+
+    def _lay_out_chunks(self) -> None:
+        sizes = [0 if anchor is None else anchor.numel() for anchor in self._anchors]
+        numbers = np.maximum((np.asarray(sizes, np.int64) + self._chunk_size - 1) // self._chunk_size, 1)
+        self._lines[0] = np.concatenate(([0], np.cumsum(numbers)[:-1])) if sizes else 0
+        self._lines[1] = sizes
+        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), numbers)
+        self._chunk_rows = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+        self._chunk_rows.copy_(self._pinned(rows), non_blocking=True)
+        self._tickets = torch.zeros(len(sizes), dtype=torch.int32, device=self.device)
+
+    def _pinned(self, values: np.ndarray) -> Tensor:
+        """A copy on the host that a copy to the device need not wait for: torch keeps it until that is done."""
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _place(self, index: int) -> None:
+        """Writes the addresses of a column, with dense stand-ins where the layout differs from the row's."""
+        stands: dict[int, _Stand] = {}
+        addresses = self._lines[_COLUMNS + index]
+        for row, tensor in enumerate(self._columns[index]):
+            anchor = self._anchors[row]
+            if tensor is None or anchor is None:
+                addresses[row] = 0
+                continue
+            if tensor.device != self.device:
+                raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
+            if _same_layout(tensor, anchor):
+                addresses[row] = tensor.data_ptr()
+                continue
+            dense = torch.empty_like(anchor, dtype=tensor.dtype)
+            stands[row] = _Stand(tensor.detach(), dense)
+            addresses[row] = dense.data_ptr()
+        self._stands[index] = stands
+
+    def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool = True) -> None:
+        """Takes in the tensors of column 0: addresses are compared, and uploaded only where one has moved.
+
+        ``trust`` False looks at dtypes and layouts again even where no address has moved.
+        """
+        pointers = [0 if one is None else one.data_ptr() for one in gradients]
+        self._columns[0] = list(gradients)
+        if trust and pointers == self._pointers and not self._stands[0]:
+            return
+        self._pointers = pointers
+        self._place(0)
+        self._describe()
+        changing = slice(_INFO, _COLUMNS + 1)
+        self._uploaded[changing].copy_(self._pinned(self._lines[changing]), non_blocking=True)
+
+    def _describe(self) -> None:
+        """Writes each row's kind, alignment and group."""
+        before = len(self._kinds)
+        kinds = [self._kinds.setdefault(kind, len(self._kinds)) for kind in self._row_kinds()]
+        aligned = (self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0).all(axis=0)
+        self._lines[_INFO] = np.asarray(kinds, np.int64) | (aligned.astype(np.int64) << 8) | (self._groups << 16)
+        if len(self._kinds) != before:
+            self._kinds_in_order = tuple(self._kinds)
+
+    def _row_kinds(self) -> list[Kind]:
+        kinds = []
+        for row in range(self.rows):
+            tensors = [column[row] for column in self._columns]
+            if tensors[0] is None:  # takes no part: whatever it has
+                kinds.append(next(iter(self._kinds), _kind([self._anchors[row], *tensors[1:]])))
+            else:
+                kinds.append(_kind(tensors))
+        return kinds
+
+    def set_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> None:
+        """Gives every group its scalars; uploaded, without waiting, only where one has changed.  Tensors are copied each time."""
+        scalars = tuple([tuple([0.0 if isinstance(one, Tensor) else one for one in group]) for group in groups])
+        if scalars != self._scalars:
+            if self._device_scalars is None:
+                shape = len(scalars), len(scalars[0])
+                self._device_scalars = torch.empty(shape, dtype=torch.float64, device=self.device)
+            self._device_scalars.copy_(self._pinned(np.asarray(scalars, np.float64)), non_blocking=True)
+            self._scalars = scalars
+        for row, group in enumerate(groups):
+            for place, one in enumerate(group):
+                if isinstance(one, Tensor) and self._device_scalars is not None:
+                    self._device_scalars[row, place].copy_(one, non_blocking=True)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether addresses are all that the table needs: no tensor stands in for another."""
+        return not any(self._stands)
+
+    def forget(self) -> None:
+        """Lets go of the tensors; their addresses are good for as long as the memory stays theirs."""
+        self._columns = [[] for _ in self._columns]
+        self._anchors = []
+
+    def launch(self, file: str, function: str, *arguments: Tensor | float | None, blocks: int | None = None) -> None:
+        """Runs ``function(table, *arguments)`` of ``kernels/<file>.cu``, one block a chunk unless ``blocks`` says else."""
+        for stands in self._stands:
+            for stand in stands.values():
+                stand.dense.copy_(stand.tensor)
+        run = bridge.kernel(file, function, self._kinds_in_order, self.device)
+        run(self.chunks if blocks is None else blocks, THREADS, self._as_struct(), *arguments)
+        for stands in self._stands[1:]:
+            for stand in stands.values():
+                stand.tensor.copy_(stand.dense)
+
+    def _as_struct(self) -> ctypes.Structure:
+        struct, scalars = self._struct, self._device_scalars
+        if not struct.lines or (scalars is not None and not struct.scalars):
+            self._struct = struct = _Struct(
+                self._uploaded.data_ptr(),
+                self._chunk_rows.data_ptr(),
+                0 if scalars is None else scalars.data_ptr(),
+                self._tickets.data_ptr(),
+                self.rows,
+                self._chunk_size,
+                len(self._columns),
+                len(self._scalars[0]) if self._scalars else 0,
+                self._flag_cell,
+            )
+        return struct
+
+
+def _kind(tensors: Sequence[Tensor | None]) -> Kind:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """A tensor a row with the layout that all of it is walked through in: column 1's where that is dense, else contiguous."""
+    anchors: list[Tensor | None] = []
+    for row in zip(*columns[1:], columns[0], strict=True):
+        first = next((tensor for tensor in row if tensor is not None), None)
+        if first is None or is_dense(first):
+            anchors.append(first)
+        else:
+            anchors.append(torch.empty(first.shape, dtype=first.dtype, device=first.device))
+    return anchors
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements fill one stretch of memory without overlap, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _same_layout(tensor: Tensor, anchor: Tensor) -> bool:
+    if tensor.is_contiguous() and anchor.is_contiguous():
+        return True
+    if tensor.shape != anchor.shape:
+        return False
+    return all(
+        own == theirs or size == 1
+        for own, theirs, size in zip(tensor.stride(), anchor.stride(), tensor.shape, strict=True)
+    )
+
+
+_tables: dict[tuple[object, ...], Table] = {}
+
+
+def table_of(*columns: Sequence[Tensor]) -> Table:
+    """Returns a table of these tensors, the one built before where the same memory comes again."""
+    tensors = [tensor for column in columns for tensor in column]
+    memory = [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    key = (columns[0][0].device, len(columns), *memory)
+    table = _tables.get(key)
+    if table is None:
+        table = Table(columns, device=columns[0][0].device)
+        if len(_tables) >= _MOST_TABLES:
+            del _tables[next(iter(_tables))]
+        if table.lasts:
+            table.forget()
+            _tables[key] = table
+    return table

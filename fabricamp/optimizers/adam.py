@@ -1,0 +1,108 @@
+"""Adam and AdamW in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.ops.adam import AdamRule, adam_reference, launch_adam
+from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from fabricamp import ops
+    from fabricamp.ops.table import Table
+    from fabricamp.optimizers.rows import Rows
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam with decoupled weight decay (AdamW), or with L2 regularisation where ``adam_w_mode`` is False.
+
+    ``capturable`` is accepted and always so: step and lr are read from device memory.  With ``master_weights`` it keeps fp32
+    masters of half parameters in its own state (a Precision with masters needs none).
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedAdam([weight], lr=0.1)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9000, 0.9000])
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True, fused=True)")
+        if master_weights and not capturable:
+            raise UnsupportedError("FusedAdam(master_weights=True) needs capturable=True, as in apex")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.master_weights = master_weights
+        super().__init__(params, defaults)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+    ) -> Any:
+        """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
+        if any(one is not None for one in (grads, output_params, scale, grad_norms)):
+            raise UnsupportedError(
+                "FusedAdam.step takes a closure only; grads, output_params, scale and grad_norms belonged to an old "
+                "FP16_Optimizer: let a precision scale the loss instead (precision='O1' or 'O2')"
+            )
+        return super().step(closure)
+
+    def _rule(self, group: dict[str, Any]) -> AdamRule:
+        beta1, beta2 = group["betas"]
+        return AdamRule(
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            bias_correction=bool(group["bias_correction"]),
+            decoupled=bool(self.adam_w_mode),
+            maximize=group["maximize"],
+        )
+
+    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
+        launch_adam(table, state, limit, skips=skips)
+
+    def _reference(
+        self, rows: Rows, rule: AdamRule, state: ops.StepState | None, limit: float | None, *, skips: bool
+    ) -> None:
+        gradients, parameters, (averages, squares), (steps,), copies = rows
+        adam_reference(
+            gradients, parameters, averages, squares, steps, rule, copies=copies, state=state, limit=limit, skips=skips
+        )

@@ -1,0 +1,121 @@
+"""The rows of a fused optimizer: a parameter, its gradient, its state, its half copy; one table a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.statistics import sum_squares
+from fabricamp.ops.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Part", "Rows"]
+
+Value = TypeVar("Value")
+
+
+class Rows(NamedTuple):
+    """Rows of one group, as a torch reference takes them: lists of one length.
+
+    ``states`` and ``cells`` hold one such list for each of the optimizer's ``state_names`` and ``cell_names``.
+    """
+
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+    states: list[list[Tensor]]
+    cells: list[list[Tensor]]
+    copies: list[Tensor | None]
+
+
+class Part:
+    """The rows of one device; ``places`` says where their parameters stand among all of the optimizer's, ``groups`` in which group."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        places: list[int],
+        groups: list[int],
+        *,
+        parameters: list[Tensor],
+        states: list[list[Tensor]],
+        cells: list[list[Tensor]],
+        copies: list[Tensor | None],
+        flags: list[Tensor | None] | None,
+    ) -> None:
+        self.device = device
+        self.places = places
+        self._groups = groups
+        self._parameters = parameters
+        self._states = states
+        self._cells = cells
+        self._copies = copies
+        self._flags = flags
+        self._gradients: list[Tensor | None] = []
+        self.table: Table | None = None
+        if runs_kernels(device):
+            self.table = Table(
+                [[None] * len(places), parameters, *states, copies],
+                device=device,
+                cells=cells if flags is None else [*cells, flags],
+                flags=-1 if flags is None else len(cells),
+                groups=groups,
+            )
+
+    def take(self, values: Sequence[Value]) -> list[Value]:
+        """Returns those of ``values``, one for each of the optimizer's parameters, that belong to this part."""
+        return list(values) if len(values) == len(self.places) else [values[place] for place in self.places]
+
+    def refresh(self, gradients: list[Tensor | None], *, trust: bool) -> None:
+        """Takes in a step's gradients; ``trust`` False where they come from another place than the last ones."""
+        self._gradients = gradients
+        if self.table is not None:
+            self.table.refresh(gradients, trust=trust)
+
+    def statistics(self, scale: Tensor, divisor: float) -> Tensor:
+        """Returns sums of squares of the gradients divided by ``scale * divisor``."""
+        own = scale.to(self.device, non_blocking=True)
+        if self.table is not None:
+            return sum_squares(self.table, own, divisor)
+        nothing = torch.zeros((), device=self.device)
+        return ops.gradient_statistics([nothing if one is None else one for one in self._present()], own, divisor)
+
+    def _present(self) -> list[Tensor | None]:
+        """The gradients of rows that take part; flags are read by the host here, as only a reference may."""
+        if self._flags is None:
+            return self._gradients
+        pairs = zip(self._gradients, self._flags, strict=True)
+        return [None if flag is not None and not flag.item() else gradient for gradient, flag in pairs]
+
+    def of_group(self, group: int) -> Rows:
+        """Returns the rows of one group that have a gradient."""
+        present = self._present()
+        chosen = [row for row, own in enumerate(self._groups) if own == group and present[row] is not None]
+        return Rows(
+            [gradient for row in chosen if (gradient := present[row]) is not None],
+            [self._parameters[row] for row in chosen],
+            [[state[row] for row in chosen] for state in self._states],
+            [[cell[row] for row in chosen] for cell in self._cells],
+            [self._copies[row] for row in chosen],
+        )
+
+    def mark_written(self) -> None:
+        """Tells autograd what a kernel wrote behind its back, so that a backward through older values fails as it should."""
+        torch.autograd.graph.increment_version(self._parameters)
+        copies = [copy for copy in self._copies if copy is not None]
+        if copies:
+            torch.autograd.graph.increment_version(copies)
+
+    def place_of_statistic(self, index: int) -> int:
+        """Returns where the parameter stands that entry ``index`` of :meth:`statistics` belongs to."""
+        return self.places[index if self.table is None else self.table.row_of_chunk(index)]
+
+    @property
+    def entries(self) -> int:
+        """How many entries :meth:`statistics` has."""
+        return len(self.places) if self.table is None else self.table.chunks

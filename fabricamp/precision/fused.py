@@ -1,0 +1,64 @@
+"""A step of an optimizer with kernels of its own: statistics, finish, update, and no pass of ours over the gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabricamp import ops
+from fabricamp.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.optimizers.base import FusedOptimizer
+    from fabricamp.precision.base import Clip
+
+__all__ = ["FusedStep", "add_up"]
+
+
+class FusedStep(NamedTuple):
+    """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
+
+    ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.
+    """
+
+    state: ops.StepState
+    scale: Tensor
+    divisor: float
+    skips: bool
+    strategy: Strategy | None = None
+    origin: int = 0
+
+    def __call__(
+        self,
+        optimizer: FusedOptimizer,
+        clip: Clip | None,
+        *,
+        gradients: Sequence[Tensor | None] | None = None,
+        copies: Sequence[Tensor | None] | None = None,
+        flags: Sequence[Tensor | None] | None = None,
+        run: Callable[[], Any] | None = None,
+    ) -> None:
+        """Clips and updates, or skips, all on the device."""
+        optimizer.gather(gradients, copies, flags)
+        max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
+        limit = clip.value if clip is not None and clip.algorithm == "value" else None
+        statistics = optimizer.statistics(self.scale, self.divisor)
+        if self.strategy is not None:
+            statistics = add_up(self.strategy, statistics)
+        ops.finish(
+            self.state, statistics, scale=self.scale, divisor=self.divisor, max_norm=max_norm, origin=self.origin
+        )
+        optimizer.steer(self.state, limit=limit, skips=self.skips)
+        (run or optimizer.step)()
+
+
+def add_up(strategy: Strategy, statistics: Tensor) -> Tensor:
+    """Returns statistics of all ranks where each has a part of the gradients; the same ones elsewhere."""
+    if type(strategy).reduce_statistics is Strategy.reduce_statistics:
+        return statistics
+    total = statistics.sum().reshape(1)
+    strategy.reduce_statistics(total)
+    return total

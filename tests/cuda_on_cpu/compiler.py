@@ -1,0 +1,64 @@
+"""Compiles a ``.cu`` text with g++ and the headers beside this file, and launches its kernels on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fabricamp.ops import bridge, table
+
+HERE = Path(__file__).parent
+_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
+
+
+@functools.cache
+def library(text: str, reverse: bool) -> ctypes.CDLL:
+    """Builds the kernels of ``text``, whose threads (and blocks) run first to last or in ``reverse``."""
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    name = hashlib.sha256(f"{text}{headers}{reverse}".encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / "cuda_on_cpu"
+    built = folder / f"{name}.so"
+    if not built.exists():
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            unit, made = Path(own, "unit.cpp"), Path(own, "unit.so")
+            exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
+            unit.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{exports}\n')
+            flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", f"-I{HERE}"]
+            subprocess.run(["g++", *flags, *(["-DREVERSE"] if reverse else []), unit, "-o", made], check=True)
+            made.replace(built)
+    return ctypes.CDLL(str(built))
+
+
+def compiler(reverse: bool):
+    """Returns what ``bridge.COMPILERS`` holds for a kind of device."""
+
+    def compile_for_cpu(text: str, function: str, device):
+        launch = getattr(library(text, reverse), f"launch_{function}")
+        launch.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p]
+
+        def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
+            launch(blocks, threads, arguments)
+
+        return run
+
+    return compile_for_cpu
+
+
+@pytest.fixture(params=["forward", "reverse"])
+def kernels_on_cpu(request, monkeypatch):
+    """Lets ops run the real kernels on CPU tensors, in small chunks and blocks, in both orders of threads."""
+    monkeypatch.setitem(bridge.COMPILERS, "cpu", compiler(request.param == "reverse"))
+    monkeypatch.setattr(table, "CHUNK_SIZE", 64)
+    monkeypatch.setattr(table, "THREADS", 64)
+    monkeypatch.setattr(table, "_tables", {})
+    bridge.kernel.cache_clear()
+    yield request.param
+    bridge.kernel.cache_clear()

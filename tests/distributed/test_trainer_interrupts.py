@@ -1,0 +1,143 @@
+"""Ctrl-C in real processes: the first ends after the step with its checkpoint, the second ends at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.distributed.scripts import finish, start, wait_for_line
+
+SCRIPT = """
+import sys, time
+from fabricamp import Trainer
+from tests.small import Classifier, loader
+
+what = sys.argv[1]
+
+def note(word):
+    with open(f"progress{word[0]}", "a") as file:
+        file.write(word + "\\n")
+
+class Net(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            note(f"t{self.global_step}")
+        time.sleep(60 if "stuck" in what and self.global_step == 3 else 0.03)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking and self.global_rank == 0:
+            note(f"v{batch_idx}")
+        if "validat" in what:
+            time.sleep(0.05)
+        super().validation_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    devices = sys.argv[2] if sys.argv[2] == "auto" else int(sys.argv[2])
+    trainer = Trainer(accelerator="cpu", devices=devices, max_epochs=10**6, logger=False, enable_progress_bar="bar" in what,
+                      enable_model_summary=False, start_method="spawn" if "spawn" in what else "auto")
+    if what == "validate":
+        trainer.validate(Net(), loader(4000, 1))
+    else:
+        trainer.fit(Net(), loader(64, 4), loader(32, 1) if what == "validating" else None)
+    print("after", flush=True)
+"""
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Starts the script in a folder of its own; whatever still runs at the end of the test is killed."""
+    processes = []
+
+    def run(name, *command, **variables):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        processes.append(start(folder, *command, **variables))
+        return processes[-1], folder
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def interrupt(process, folder, letter="t", number=5):
+    wait_for_line(folder / f"progress{letter}", number)
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def check_ended(process, folder, code=130):
+    """Ended soon, quietly, with a checkpoint of the step that was made last."""
+    began = time.monotonic()
+    returned, out, err = finish(process, timeout=30)
+    assert returned == code, (out, err)
+    assert time.monotonic() - began < 20
+    assert "after" not in out
+    assert "Traceback" not in err, err
+    (said,) = re.findall(r"Interrupted at step (\d+); checkpoint: (.*)", out)
+    steps = len((folder / "progresst").read_text().splitlines())
+    assert int(said[0]) == steps
+    assert torch.load(said[1], weights_only=True)["global_step"] == steps
+    assert list(folder.rglob("*.partial")) == []
+
+
+def test_first_ctrl_c(begin):
+    single, alone = begin("single", "train.py", "fit", "1")
+    script, both = begin("script", "train.py", "fit with bar", "2")
+    spawned, called = begin("spawned", "train.py", "fit spawned", "2")
+    for process, folder in ((single, alone), (script, both), (spawned, called)):
+        interrupt(process, folder)
+    for process, folder in ((single, alone), (script, both), (spawned, called)):
+        check_ended(process, folder)
+
+
+def test_ctrl_c_under_torchrun(begin):
+    elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto")
+    interrupt(process, folder)
+    code, out, err = finish(process, timeout=40)
+    assert code != 0  # torchrun's own
+    assert "after" not in out
+    (said,) = re.findall(r"Interrupted at step (\d+); checkpoint: (.*)", out)
+    assert torch.load(said[1], weights_only=True)["global_step"] == int(said[0])
+    assert "KeyboardInterrupt" not in err
+
+
+def test_ctrl_c_in_validation(begin):
+    within, training = begin("within", "train.py", "validating", "1")
+    alone, evaluating = begin("alone", "train.py", "validate", "1")
+    both, sharing = begin("both", "train.py", "validate", "2")
+    interrupt(within, training, "v")
+    check_ended(within, training)
+    # At the validation's end, which is that of an epoch.
+    assert len((training / "progressv").read_text().splitlines()) == 32
+    for process, folder in ((alone, evaluating), (both, sharing)):
+        interrupt(process, folder, "v")
+        code, out, err = finish(process)
+        assert code == 130, (out, err)
+        assert "after" not in out
+        assert "val_loss" not in out
+        assert "Traceback" not in err, err
+        assert len((folder / "progressv").read_text().splitlines()) < 1000
+
+
+def test_second_ctrl_c(begin):
+    single, alone = begin("single", "train.py", "stuck", "1")
+    script, both = begin("script", "train.py", "stuck", "2")
+    for process, folder in ((single, alone), (script, both)):
+        interrupt(process, folder, number=4)
+        time.sleep(0.3)
+        assert process.poll() is None
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        code, out, _ = finish(process, timeout=20)
+        assert code in (130, -signal.SIGINT)
+        assert time.monotonic() - began < 8
+        assert "after" not in out
+        assert list(folder.rglob("*.ckpt")) == []  # the state was in the middle of a step

@@ -1,0 +1,258 @@
+"""A Trainer that starts its ranks: scripts as from a shell, torchrun, SLURM's variables, forked and spawned workers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import pytest
+import torch
+
+from fabricamp import Trainer, TrainingModule
+from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
+from fabricamp.errors import CheckpointError, ConfigError, DistributedError
+from fabricamp.loggers import CSVLogger
+from fabricamp.precision import OptLevel
+from tests.distributed.scripts import finish, start
+from tests.small import Classifier, loader, quiet_trainer
+
+SCRIPT = """
+import json, sys
+print("start", flush=True)
+from fabricamp import Trainer, TrainingModule
+from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from tests.small import Classifier, loader
+
+class Net(Classifier):
+    def training_step(self, batch, batch_idx):
+        if "--raise" in sys.argv and self.global_rank == 1:
+            raise ValueError("rank one is unwell")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self):
+        self.print("training once")
+
+def main():
+    devices = "auto" if "--auto" in sys.argv else 2
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, max_epochs=2, log_every_n_steps=2, logger=[CSVLogger("logs"), TensorBoardLogger("logs")]
+    )
+    module = Net()
+    trainer.fit(module, loader(32, 4), loader(7, 2))
+    print(f"after {trainer.global_rank}", flush=True)
+    (result,) = trainer.test(module, loader(7, 2))
+    words = {
+        "arguments": sys.argv[1:],
+        "step": trainer.global_step,
+        "best": trainer.checkpoint_callback.best_model_path,
+        "loss": result["test_loss"],
+        "sum": sum(float(value.sum()) for value in module.state_dict().values()),
+        "world": trainer.world_size,
+        "logs": trainer.log_dir,
+    }
+    if trainer.global_rank == 1:
+        open("result.json", "w").write(json.dumps(words))
+    if "--exit" in sys.argv:
+        sys.exit(5)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one process gets on batches of the same samples."""
+    module = Classifier()
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, loader(32, 8))
+    (result,) = trainer.test(module, loader(7, 2), verbose=False)
+    return {
+        "step": trainer.global_step,
+        "loss": result["test_loss"],
+        "sum": sum(float(v.sum()) for v in module.state_dict().values()),
+    }
+
+
+def folder_for(path, name):
+    folder = path / name / "with space"
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+def check_files(folder, expected, arguments):
+    words = json.loads((folder / "result.json").read_text())
+    assert words["arguments"] == arguments
+    assert words["world"] == 2
+    for name, value in expected.items():
+        assert words[name] == pytest.approx(value, abs=1e-5), name
+    assert [path.name for path in (folder / "logs").rglob("version_*")] in (
+        ["version_0"] * 2,
+        ["version_0", "version_1"],
+    )
+    assert len(list(folder.rglob("*.ckpt"))) == len(list(folder.rglob("checkpoints/*"))) <= 2
+    assert torch.load(words["best"], weights_only=True)["global_step"] == expected["step"]
+    assert len(list(folder.rglob("metrics.csv"))) == 1
+    assert list(folder.rglob("events.out.tfevents*"))
+    assert words["logs"].startswith(str(folder))
+
+
+def check_lines(out, *, starts):
+    assert out.count("start\n") == starts
+    assert out.count("training once") == 1
+    assert sorted(re.findall(r"after \d", out)) == ["after 0", "after 1"]
+    assert out.count("test_loss") == 1  # the table of results
+
+
+def test_a_script_as_script_and_as_module(tmp_path, expected):
+    words = ["--a", "b c", "$HOME", "--x=*", "ü"]
+    folders = [folder_for(tmp_path, "script"), folder_for(tmp_path, "module")]
+    runs = [start(folders[0], "train.py", *words), start(folders[1], "-m", "train", *words, "--exit")]
+    for run, folder, code, arguments in zip(runs, folders, (0, 5), (words, [*words, "--exit"]), strict=True):
+        returned, out, err = finish(run)
+        assert returned == code, err
+        check_lines(out, starts=3)  # the starter and two workers; the starter runs nothing after fit
+        check_files(folder, expected, arguments)
+        assert ("rank" in err) == (code != 0)
+        assert "Traceback" not in err
+        assert "Warning" not in err
+
+
+def test_torchrun_and_slurm(tmp_path, expected):
+    folder = folder_for(tmp_path, "torchrun")
+    run = start(folder, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "--auto")
+    slurm = folder_for(tmp_path, "slurm")
+    shared = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [start(slurm, "train.py", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared) for rank in range(2)]
+    returned, out, err = finish(run)
+    assert returned == 0, err
+    check_lines(out, starts=2)
+    check_files(folder, expected, ["--auto"])
+    assert "Warning" not in err
+    results = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in results] == [0, 0], results
+    check_lines("".join(out for _, out, _ in results), starts=2)
+    check_files(slurm, expected, [])
+    assert "training once" in results[0][1]
+    assert "test_loss" not in results[1][1]
+
+
+def test_an_error_in_a_worker_is_shown_once_with_its_rank(tmp_path):
+    folder = folder_for(tmp_path, "raise")
+    code, out, err = finish(start(folder, "train.py", "--raise"))
+    assert code == 1
+    assert "after" not in out
+    assert err.count("ValueError: rank one is unwell") == 1
+    assert "rank 1 ended with exit code 1" in err
+    assert err.count("Traceback") == 1
+    assert list(folder.rglob("*.partial")) == []
+
+
+class Late(Classifier):
+    """Builds a layer in ``configure_model``, brings callbacks of its own, overflows once."""
+
+    def configure_model(self):
+        if not hasattr(self, "late"):
+            with torch.random.fork_rng():
+                torch.manual_seed(9)
+                self.late = torch.nn.Linear(3, 3)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step((batch[0], batch[1]), batch_idx) + self.late(self.net(batch[0])).mean() ** 2
+        return loss * float("inf") if self.global_step == 1 else loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("falls", -float(self.global_step))
+
+    def configure_callbacks(self):
+        return [EarlyStopping("falls", patience=3), ModelCheckpoint(monitor="val_loss", filename="best-{epoch}")]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_workers_did_comes_back_to_the_caller(method, tmp_path):
+    options = {"max_epochs": 2, "enable_checkpointing": True}
+    trainer = quiet_trainer(
+        **options, precision=OptLevel("O2", loss_scale="dynamic"), devices=2, start_method=method, logger=CSVLogger("logs"),
+        enable_model_summary=True, enable_progress_bar=True, default_root_dir=tmp_path,
+    )  # fmt: skip
+    assert trainer.world_size == 2
+    module = Late()
+    trainer.fit(module, loader(32, 4), loader(7, 2))
+
+    alone, twin = quiet_trainer(**options, precision="O2"), Late()
+    alone.fit(twin, loader(32, 8), loader(7, 2))
+    assert (trainer.global_step, trainer.current_epoch) == (alone.global_step, alone.current_epoch) == (8, 2)
+    assert trainer.skipped_steps == alone.skipped_steps == 1
+    for name, value in twin.state_dict().items():
+        assert torch.allclose(module.state_dict()[name].float(), value.float(), atol=2e-3), name
+    assert trainer.callback_metrics.keys() == alone.callback_metrics.keys()
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
+        alone.callback_metrics["val_loss"].item(), abs=2e-3
+    )
+    best = trainer.checkpoint_callback.best_model_path
+    assert torch.load(best, weights_only=True)["global_step"] in (4, 8)
+    assert trainer.checkpoint_callback.best_model_score is not None
+    assert trainer.early_stopping_callback.best_score == -8
+    assert trainer.log_dir == str(trainer.logger.log_dir)
+    assert module.trainer is trainer
+    pickle.loads(pickle.dumps((trainer, module)))
+    with pytest.raises(CheckpointError, match="in workers"):
+        trainer.save_checkpoint("late.ckpt")
+
+    expected = alone.validate(twin, loader(7, 2), verbose=False)[0]
+    again = trainer.validate(dataloaders=loader(7, 2), verbose=False)[0]
+    assert again["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-3)
+    if method == "fork":
+        tested = trainer.test(module, loader(7, 2), ckpt_path="best", verbose=False)[0]
+        assert tested["test_loss"] == pytest.approx(
+            alone.test(twin, loader(7, 2), verbose=False)[0]["test_loss"], abs=0.1
+        )
+        assert len(torch.cat(trainer.predict(module, loader(7, 2)))) == 7
+        trainer.fit(module, loader(32, 4), ckpt_path=best)
+    assert trainer.global_step == 8
+    assert trainer.checkpoint_callback.best_model_path == best
+    assert [path.name for path in tmp_path.rglob("version_*")] == ["version_0"]
+
+
+class Unwell(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            raise ValueError("rank one is unwell")
+        return super().training_step(batch, batch_idx)
+
+
+def test_errors_of_workers_reach_the_caller():
+    with pytest.raises(DistributedError, match=r"rank 1 ended with exit code 1(.|\n)*ValueError: rank one is unwell"):
+        quiet_trainer(devices=2, max_epochs=1).fit(Unwell(), loader())
+    with pytest.raises(ConfigError, match="no batches"):
+        quiet_trainer(devices=2, max_epochs=1).fit(Classifier(), [])
+    local = type("Local", (Classifier,), {})
+    with pytest.raises(ConfigError, match="spawn"):
+        quiet_trainer(devices=2, max_epochs=1, start_method="spawn").fit(local(), loader())
+    # Before anything is started.
+    with pytest.raises(ConfigError, match="no training_step"):
+        quiet_trainer(devices=2).fit(TrainingModule(), loader())
+
+
+def test_default_callbacks_are_the_same_in_every_run(tmp_path):
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    module = Classifier()
+    trainer.fit(module, loader())
+    best = trainer.checkpoint_callback.best_model_path
+    assert best
+    trainer.test(module, loader(), verbose=False)
+    assert trainer.checkpoint_callback.best_model_path == best
+    assert trainer.validate(module, loader(), ckpt_path="best", verbose=False)

@@ -1,0 +1,67 @@
+"""Compiles CUDA C++ for any GPU, without one: NVRTC through its C interface, from the ``nvidia-cuda-nvrtc`` wheel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import pytest
+
+_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12")
+
+
+def _installed(suffix: str) -> Path | None:
+    for package in _PACKAGES:
+        try:
+            found = next((one for one in files(package) or () if str(one).endswith(suffix) or suffix in one.name), None)
+        except PackageNotFoundError:
+            continue
+        if found is not None:
+            return Path(str(found.locate()))
+    return None
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """The library; skips the test where its wheel is not installed."""
+    path = next((p for s in ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64") if (p := _installed(s)) is not None), None)
+    if path is None:
+        pytest.skip("needs the nvidia-cuda-nvrtc wheel")
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def headers() -> Path:
+    """The folder of ``cuda_fp16.h``."""
+    path = _installed("/cuda_fp16.h")
+    if path is None:
+        pytest.skip("needs the nvidia-cuda-runtime wheel")
+    return path.parent
+
+
+def architectures() -> list[int]:
+    """Every compute capability that this NVRTC compiles for."""
+    count = ctypes.c_int()
+    nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    found = (ctypes.c_int * count.value)()
+    nvrtc().nvrtcGetSupportedArchs(found)
+    return list(found)
+
+
+def compile_for(text: str, architecture: int) -> str:
+    """Compiles ``text`` to machine code and returns the compiler's log, registers and spills included."""
+    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
+    options = [f"-arch=sm_{architecture}", "--std=c++17", f"-I{headers()}", "--ptxas-options=-v"]
+    status = library.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))
+    )
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    if status != 0:
+        raise AssertionError(f"sm_{architecture}: {log.value.decode()}")
+    return log.value.decode()
