@@ -158,7 +158,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             scheduler.step(metric)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips nothing and counts."""
+        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips as asked and counts."""
         managed = self._attachment.optimizers
         optimizers = [one if use_pl_optimizer else one.optimizer for one in managed]
         return optimizers[0] if len(optimizers) == 1 else optimizers

@@ -73,7 +73,9 @@ class Callback:
     def on_train_batch_start(self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Before a micro-batch; the batch is on the device."""
 
-    def on_train_batch_end(self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
@@ -94,7 +96,13 @@ class Callback:
         """Before a validation batch."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a validation batch."""
 
@@ -116,7 +124,13 @@ class Callback:
         """Before a test batch."""
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a test batch."""
 
@@ -138,7 +152,13 @@ class Callback:
         """Before a batch to predict."""
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After a batch to predict."""
 

@@ -44,9 +44,10 @@ def finish(
     state.norm.copy_(norm)
     state.found_inf.copy_(~finite)
     state.finite.mul_(finite)
-    bad = torch.isfinite(statistics).logical_not_()
-    lowest = torch.where(bad.any(), bad.int().argmax() + origin, -1)
-    state.bad_chunk.copy_(torch.where(state.bad_chunk < 0, lowest, state.bad_chunk))
+    if statistics.numel() > 0:
+        bad = torch.isfinite(statistics).logical_not_()
+        lowest = torch.where(bad.any(), bad.int().argmax() + origin, -1)
+        state.bad_chunk.copy_(torch.where(state.bad_chunk < 0, lowest, state.bad_chunk))
     multiplier = (scale * divisor).reciprocal()
     if max_norm is not None:
         multiplier = multiplier * (max_norm / (norm + _NORM_EPSILON)).clamp_(max=1.0)

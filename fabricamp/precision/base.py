@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.fused import FusedStep
 from fabricamp.registry import Registry
 from fabricamp.strategies.base import IN_PLACE, Gradients
 
@@ -120,6 +122,11 @@ class Precision:
         if gradients is not IN_PLACE:
             self.unscale(optimizer, gradients)
             self._written = IN_PLACE
+        if clip is not None and run is None and isinstance(optimizer, FusedOptimizer):
+            device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+            state = optimizer.own_state(device)
+            FusedStep(state, state.scale, 1.0, skips=False)(optimizer, clip)
+            return
         if clip is not None:
             clip_gradients(optimizer, clip)
         (run or optimizer.step)()

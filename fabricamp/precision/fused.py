@@ -45,9 +45,12 @@ class FusedStep(NamedTuple):
         optimizer.gather(gradients, copies, flags)
         max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
         limit = clip.value if clip is not None and clip.algorithm == "value" else None
-        statistics = optimizer.statistics(self.scale, self.divisor)
-        if self.strategy is not None:
-            statistics = add_up(self.strategy, statistics)
+        if self.skips or max_norm is not None:
+            statistics = optimizer.statistics(self.scale, self.divisor)
+            if self.strategy is not None:
+                statistics = add_up(self.strategy, statistics)
+        else:
+            statistics = self.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
         ops.finish(
             self.state, statistics, scale=self.scale, divisor=self.divisor, max_norm=max_norm, origin=self.origin
         )

@@ -73,6 +73,8 @@ class Binding:
         self.flat: list[Tensor] = []
         self.seen: list[Tensor | None] | None = None
         self.found_inf: Tensor | None = None
+        self.copies: list[Tensor | None] | None = None
+        self._present: tuple[Tensor, list[Tensor]] | None = None
         self._masters = masters
         self._exchanged = exchanged
         self._sums = _Sums([]) if sums else None
@@ -93,6 +95,10 @@ class Binding:
         if self._sums is not None:
             self._move_sums(holders)
         self.holders = holders
+        if self._masters is not None:
+            self.copies = [
+                None if holder is target else holder for holder, target in zip(holders, self.targets, strict=True)
+            ]
 
     def _move_sums(self, holders: list[Tensor]) -> None:
         old, new = self._sums, _Sums(holders)
@@ -131,6 +137,30 @@ class Binding:
             for holder, target, value in zip(self.holders, self.targets, values, strict=True)
             if value is not None
         ]
+
+    def rows(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
+        """Returns a gradient a target (or None), and the flags that say on the device which of them count (None: all).
+
+        What :meth:`gather` tells too, without a wait: for optimizers that read the flags themselves.
+        """
+        self.refresh()
+        if self._sums is not None:
+            self._check_exchanged(gradients)
+            sums = self._sums
+            if gradients.tensors is None:
+                return [view if here else None for view, here in zip(sums.views, sums.present, strict=True)], None
+            if all(flag.dtype is torch.float32 for flag in sums.flags):
+                return sums.views, sums.flags
+            return self._summed(gradients), None
+        if gradients.tensors is None or gradients.present is None:
+            return self._given(gradients), None
+        return self._given(gradients._replace(present=None)), self._flags(gradients.present)
+
+    def _flags(self, present: Tensor) -> list[Tensor]:
+        """One fp32 number a parameter; the same list as long as the same tensor comes."""
+        if self._present is None or self._present[0] is not present:
+            self._present = present, list(present.to(torch.float32).unbind())
+        return self._present[1]
 
     def _summed(self, gradients: Gradients) -> list[Tensor | None]:
         sums = self._sums

@@ -91,7 +91,8 @@ class LossScaler:
         return verdicts
 
     def _publish(self, slot: int) -> None:
-        self._host.copy_(self._ring, non_blocking=True)  # all slots: which one is new only the device knows in a replayed graph
+        # All slots: which one is new, only the device knows in a replayed graph.
+        self._host.copy_(self._ring, non_blocking=True)
         if self._events:
             self._events[slot].record()
 

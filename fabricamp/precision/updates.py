@@ -11,10 +11,11 @@ import torch
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.base import demands_closure
+from fabricamp.precision.fused import FusedStep, add_up
 from fabricamp.precision.gradients import Binding, Gradient
 from fabricamp.precision.master_weights import round_to
-from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.precision.loss_scaler import LossScaler
     from fabricamp.precision.master_weights import MasterWeights
-    from fabricamp.strategies.base import Gradients
+    from fabricamp.strategies.base import Gradients, Strategy
 
 __all__ = ["Updater"]
 
@@ -156,6 +157,9 @@ class Updater:
     ) -> None:
         """Clips and updates, or skips."""
         binding = self._binding(optimizer)
+        if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
+            self._step_fused(optimizer, binding, gradients, clip)
+            return
         if binding.seen is None:
             self._write(binding, gradients, clip)
             found_inf = self._state.found_inf
@@ -164,6 +168,13 @@ class Updater:
         pairs = [pair for pair in zip(binding.targets, binding.holders, strict=True) if pair[0].grad is not None]
         self._run(optimizer, run, found_inf)
         round_to([target for target, _ in pairs], [holder for _, holder in pairs])
+        binding.clear()
+
+    def _step_fused(self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None) -> None:
+        """Statistics, finish and update; ``.grad`` stays as backward left it."""
+        values, flags = binding.rows(gradients)
+        step = FusedStep(self._state, self._loss_scale(), gradients.divisor, self._scaler is not None, self._strategy)
+        step(optimizer, clip, gradients=values, copies=binding.copies, flags=flags)
         binding.clear()
 
     def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None) -> None:
@@ -202,10 +213,7 @@ class Updater:
             static = 1.0 if scale is self._one else self._static_scale
             ops.scale(sources, destinations, 1.0 / (static * divisor), limit)
             return
-        statistics = ops.gradient_statistics(sources, scale, divisor)
-        if type(self._strategy).reduce_statistics is not Strategy.reduce_statistics:
-            statistics = statistics.sum().reshape(1)
-            self._strategy.reduce_statistics(statistics)
+        statistics = add_up(self._strategy, ops.gradient_statistics(sources, scale, divisor))
         ops.finish(self._state, statistics, scale=scale, divisor=divisor, max_norm=max_norm)
         ops.scale(sources, destinations, self._state.multiplier, limit)
 

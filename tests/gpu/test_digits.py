@@ -20,7 +20,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def accuracy(command, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = re.search(r"test accuracy\D+([\d.]+)%", done.stdout)
     assert found, done.stdout
@@ -40,5 +42,16 @@ def test_one_gpu(precision, tmp_path):
 @pytest.mark.parametrize("starter", [[sys.executable], TORCHRUN])
 @pytest.mark.parametrize("precision", ["O1", "O2"])
 def test_two_gpus(starter, precision, tmp_path):
-    command = [*starter, SCRIPT, "--accelerator", "gpu", "--devices", "2", "--strategy", "ddp", "--precision", precision]
+    command = [
+        *starter,
+        SCRIPT,
+        "--accelerator",
+        "gpu",
+        "--devices",
+        "2",
+        "--strategy",
+        "ddp",
+        "--precision",
+        precision,
+    ]
     assert accuracy(command, tmp_path) >= 0.98

@@ -25,7 +25,11 @@ class Net(TrainingModule):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10)
+            torch.nn.Conv2d(1, 8, 3),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * 36, 10),
         )
 
     def training_step(self, batch, batch_idx):
@@ -133,7 +137,7 @@ def test_no_synchronising_call_between_two_flushes(precision, tmp_path):
     path = tmp_path / "trace.json"
     fit(precision, Profiled(path))
     events = json.loads(path.read_text())["traceEvents"]
-    launches = [event for event in events if event.get("name", "").startswith("cudaLaunchKernel") or event.get("name") == "cuLaunchKernel"]
+    launches = [event for event in events if event.get("name", "").startswith(("cudaLaunchKernel", "cuLaunchKernel"))]
     assert len(launches) > 100
     end = max(event["ts"] for event in launches)
     waits = [event["name"] for event in events if event.get("name") in WAITS and event.get("ts", end) < end]

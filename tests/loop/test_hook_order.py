@@ -1,6 +1,8 @@
-"""The order of hooks is Lightning's, minus its closure: forward, backward and update stand side by side instead of inside
-``optimizer.step``, so M.optimizer_step comes after configure_gradient_clipping and not around everything.  Other deviations, each on purpose:
-``optimizer_zero_grad`` and its hook run after the forward and before backward, as there, but not inside the step."""
+"""The order of hooks is Lightning's, minus its closure.
+
+Forward, backward and update stand side by side instead of inside ``optimizer.step``, so M.optimizer_step comes after
+configure_gradient_clipping and not around everything.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from fabricamp import Callback
 from fabricamp.hooks import ModuleHooks
 from tests.small import Classifier, loader, quiet_trainer
 
-QUERIES = {"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "configure_callbacks", "configure_optimizers"}
+LOADERS = {f"{name}_dataloader" for name in ("train", "val", "test", "predict")}
+QUERIES = LOADERS | {"configure_callbacks", "configure_optimizers"}
 UPDATE = {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step", "backward"}
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
@@ -154,9 +157,9 @@ def test_evaluation_calls_every_hook_in_lightnings_order(method, kind):
 
 def test_accumulation_clears_gradients_first_and_steps_last():
     calls = []
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0, callbacks=recording_callback(calls)).fit(
-        recording_module(calls)
-    )
+    quiet_trainer(
+        max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0, callbacks=recording_callback(calls)
+    ).fit(recording_module(calls))
     update = {"M.optimizer_zero_grad", "M.backward", "M.optimizer_step", "M.on_before_zero_grad", "M.training_step"}
     assert [call for call in calls if call in update] == [
         "M.training_step",

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from fabricamp import TrainingModule, seed_everything
 from tests.distributed.ranks import run_ranks
 from tests.small import data, quiet_trainer
-from fabricamp import TrainingModule, seed_everything
 
 STEPS = 200
 BATCH = 4
@@ -31,7 +31,11 @@ class Net(TrainingModule):
         super().__init__()
         torch.manual_seed(3)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)
+            torch.nn.Linear(8, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(16, 3),
         )
         self.optimizer = optimizer
 

@@ -1,4 +1,4 @@
-"""Modules, optimizers, data and checkpoints that cannot work: one clear error each, before the first batch where it can be known."""
+"""Modules, optimizers, data and checkpoints that cannot work: one clear error each, before training where it can be known."""
 
 from __future__ import annotations
 
