@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
     from fabricamp.watchdog import StopAgreement
 
-__all__ = ["EvaluationLoop"]
+__all__ = ["EvaluationLoop", "gather_predictions", "print_results"]
 
 ENTRIES = (Stage.VALIDATE, Stage.TEST, Stage.PREDICT)
 
@@ -137,3 +137,24 @@ def _count_arguments(step: Callable[..., Any]) -> int:
             f"{step.__qualname__} takes {count} arguments; it gets (batch), (batch, batch_idx) or those and dataloader_idx"
         )
     return count
+
+
+def gather_predictions(everyone: list[list[list[Any]]]) -> list[Any]:
+    """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
+    merged = []
+    for ranks in zip(*everyone, strict=True):
+        longest = max(map(len, ranks))
+        merged.append(
+            [batches[position] for position in range(longest) for batches in ranks if position < len(batches)]
+        )
+    return merged[0] if len(merged) == 1 else merged
+
+
+def print_results(kind: str, results: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
+    for name in sorted({name for result in results for name in result}):
+        table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
+    Console().print(table)

@@ -46,12 +46,19 @@ class ManagedOptimizer:
     Everything else is the optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
+    ) -> None:
         self.optimizer = optimizer
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first where one is given."""
+        if self._step is None:
+            raise ConfigError(
+                "the Trainer steps the optimizer under automatic optimization; to call step yourself set "
+                "self.automatic_optimization = False in __init__"
+            )
         return self._step(self.optimizer, closure)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,9 +8,10 @@ import torch
 
 from fabricamp.checkpoint import check_content, plain, read_checkpoint, write_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.evaluation import EvaluationLoop
+from fabricamp.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.hooks import Hooks, call_all, overrides
-from fabricamp.loop import FitLoop, FitParts, Limits
+from fabricamp.loop import FitLoop
+from fabricamp.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.metrics import Metrics
 from fabricamp.module import Attachment, TrainingModule
 from fabricamp.optimization import (
@@ -19,6 +20,7 @@ from fabricamp.optimization import (
     check_optimizers,
     parse_optimizers,
 )
+from fabricamp.parts import FitParts, Limits
 from fabricamp.precision.base import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.snapshot import (
@@ -32,6 +34,7 @@ from fabricamp.snapshot import (
 )
 from fabricamp.source import DataSource, Source
 from fabricamp.state import Stage
+from fabricamp.update import Update
 from fabricamp.watchdog import StopAgreement
 
 if TYPE_CHECKING:
@@ -206,29 +209,35 @@ class Session:
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )
-        loop = FitLoop(
-            FitParts(
-                module=self.module,
-                state=self.trainer.state,
-                strategy=self.strategy,
-                precision=self.precision,
-                metrics=self.metrics,
-                hooks=self.hooks,
-                agreement=self.agreement,
-                feed=self.data.feed(self.data.train_loader, length),
-                loader=self.data.train_loader,
-                step=self.step,
-                optimizers=self.optimizers,
-                schedulers=self.schedulers,
-                clip=self.settings.clip,
-                limits=self._limits(length),
-                validate=self._validate if evaluate else None,
-            )
+        parts = FitParts(
+            module=self.module,
+            state=self.trainer.state,
+            strategy=self.strategy,
+            precision=self.precision,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            agreement=self.agreement,
+            feed=self.data.feed(self.data.train_loader, length),
+            loader=self.data.train_loader,
+            step=self.step,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            clip=self.settings.clip,
+            limits=self._limits(length),
+            validate=self._validate if evaluate else None,
         )
-        if not self.module.automatic_optimization:
-            self.attachment.manual_backward, self.attachment.manual_clip = loop.manual_backward, loop.manual_clip
-        self.attachment.optimizers = [ManagedOptimizer(one, loop.manual_step) for one in self.optimizers]
-        return loop
+        return FitLoop(parts, self._open_update(parts))
+
+    def _open_update(self, parts: FitParts) -> Update:
+        """Chooses how updates are made, and gives the module its part in it."""
+        if self.module.automatic_optimization:
+            self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
+            closure = bool(self.optimizers) and demands_closure(self.optimizers[0])
+            return ClosureUpdate(parts) if closure else Update(parts)
+        update = ManualUpdate(parts)
+        self.attachment.manual_backward, self.attachment.manual_clip = update.backward, update.clip
+        self.attachment.optimizers = [ManagedOptimizer(one, update.step) for one in self.optimizers]
+        return update
 
     def _limits(self, length: float) -> Limits:
         settings, state = self.settings, self.trainer.state
@@ -327,25 +336,11 @@ class Session:
         if self.strategy.reduce(torch.tensor(state.should_stop), "max").item():
             state.stop("interrupted")
         if self.stage is Stage.PREDICT:
-            return self._gather(outputs) if keep else None
+            return gather_predictions(self.strategy.all_gather_object(outputs)) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero and not state.should_stop:
-            _print_results(kind, results)
+            print_results(kind, results)
         return results
-
-    def _gather(self, outputs: list[list[Any]]) -> list[Any]:
-        """The predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
-        everyone = self.strategy.all_gather_object(outputs)
-        merged = [
-            [
-                batches[position]
-                for position in range(max(map(len, ranks)))
-                for batches in ranks
-                if position < len(batches)
-            ]
-            for ranks in zip(*everyone, strict=True)
-        ]
-        return merged[0] if len(merged) == 1 else merged
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
@@ -386,13 +381,3 @@ class Session:
             if self.trainer.is_global_zero:
                 one.save()
                 one.close()
-
-
-def _print_results(kind: str, results: list[dict[str, float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
-    for name in sorted({name for result in results for name in result}):
-        table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
-    Console().print(table)

@@ -60,8 +60,8 @@ def gather_counters(state: RunState) -> dict[str, Any]:
         "global_step": state.global_step,
         "loops": {
             "fit": {
-                "batch_idx": 0 if state.epoch_ended else state.batch_idx,
-                "batches_done": state.batches_done,
+                "batch_idx": 0 if state.epoch_ended else state.batch_idx - state.open_batches,
+                "batches_done": state.batches_done - state.open_batches,
                 "validated": state.epoch_ended or state.validating_in_fit,
             }
         },

@@ -39,8 +39,9 @@ class RunState:
     """Counters and the stop flag of one Trainer; known to the host without asking the GPU.
 
     ``global_step`` grows by one per attempted update window, ``batch_idx`` per micro-batch within the epoch, ``batches_done``
-    per micro-batch of the whole run.  ``epoch_ended`` is True while the callbacks that close an epoch run.  ``batch`` is the
-    micro-batch being worked on (for the batch size that ``self.log`` weighs with).
+    per micro-batch of the whole run; ``open_batches`` of these belong to a window that is not updated yet, which a resumed run
+    repeats.  ``epoch_ended`` is True while the callbacks that close an epoch run.  ``batch`` is the micro-batch being worked
+    on (for the batch size that ``self.log`` weighs with).
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class RunState:
         "global_step",
         "hold_at",
         "num_dataloaders",
+        "open_batches",
         "scope",
         "should_stop",
         "stage",
@@ -70,6 +72,7 @@ class RunState:
         self.global_step = 0
         self.batch_idx = 0
         self.batches_done = 0
+        self.open_batches = 0
         self.batch: Any = None
         self.dataloader_idx = 0
         self.num_dataloaders = 1

@@ -146,7 +146,7 @@ class Table:
             if tensor.device != self.device:
                 raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
             if _same_layout(tensor, anchor):
-                addresses[row] = tensor.data_ptr()
+                addresses[row] = tensor.data_ptr() or _ALIGNMENT  # an empty tensor is at 0, which would mean none
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
             stands[row] = _Stand(tensor.detach(), dense)

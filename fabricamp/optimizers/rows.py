@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 class Part:
-    """The rows of one device; ``places`` says where their parameters stand among all of the optimizer's, ``groups`` in which group."""
+    """The rows of one device; ``places``: where their parameters stand among all of the optimizer's, ``groups``: in which group."""
 
     def __init__(
         self,

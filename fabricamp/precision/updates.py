@@ -233,7 +233,7 @@ class Updater:
                     update()
 
     def _tell_of_wait(self, optimizer: Optimizer, run: Callable[[], Any] | None) -> None:
-        if self._told or self._strategy.rank != 0:
+        if self._told or self._strategy.rank != 0 or self._strategy.device.type == "cpu":
             return
         self._told = True
         cure = (

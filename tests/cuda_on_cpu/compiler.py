@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from fabricamp.ops import bridge, table
 
@@ -52,13 +54,35 @@ def compiler(reverse: bool):
     return compile_for_cpu
 
 
-@pytest.fixture(params=["forward", "reverse"])
-def kernels_on_cpu(request, monkeypatch):
-    """Lets ops run the real kernels on CPU tensors, in small chunks and blocks, in both orders of threads."""
-    monkeypatch.setitem(bridge.COMPILERS, "cpu", compiler(request.param == "reverse"))
-    monkeypatch.setattr(table, "CHUNK_SIZE", 64)
-    monkeypatch.setattr(table, "THREADS", 64)
+ON_CPU = ["forward", "reverse"]
+ON_GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+)
+
+
+@pytest.fixture(params=[*ON_CPU, ON_GPU])
+def kernel_device(request, monkeypatch):
+    """Runs a test on the real kernels: on the CPU with threads in both orders, and on a GPU where there is one.
+
+    Chunks are small, so that small tensors have several; what depends on their size reads ``table.CHUNK_SIZE``.
+    """
     monkeypatch.setattr(table, "_tables", {})
+    monkeypatch.setattr(table, "CHUNK_SIZE", 64)
+    if request.param == "cuda":
+        yield torch.device("cuda", torch.cuda.current_device())
+        return
+    monkeypatch.setitem(bridge.COMPILERS, "cpu", compiler(request.param == "reverse"))
+    monkeypatch.setattr(table, "THREADS", 64)
     bridge.kernel.cache_clear()
-    yield request.param
+    yield torch.device("cpu")
     bridge.kernel.cache_clear()
+
+
+@contextlib.contextmanager
+def references(device: torch.device):
+    """Runs the torch references instead."""
+    compile_it = bridge.COMPILERS.pop(device.type)
+    try:
+        yield
+    finally:
+        bridge.COMPILERS[device.type] = compile_it

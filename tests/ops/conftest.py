@@ -1,3 +1,3 @@
-from tests.cuda_on_cpu.compiler import kernels_on_cpu
+from tests.cuda_on_cpu.compiler import kernel_device
 
-__all__ = ["kernels_on_cpu"]
+__all__ = ["kernel_device"]

@@ -287,9 +287,12 @@ def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
     module, precision = task(), OptLevel("O1")
     optimizer = start(precision, module, OPTIMIZERS["sgd"])
     reads = count_host_reads(monkeypatch)
+    window(precision, module, optimizer, [batches(1)[0]])
+    assert caplog.messages == []  # on CPU nothing is waited for
+    precision._updater._strategy.device = torch.device("cuda")
     for batch in batches(3):
         window(precision, module, optimizer, [batch])
-    assert reads.count("item") == 3
+    assert reads.count("item") == 4
     assert len(caplog.messages) == 1
     assert "fused=True" in caplog.text
 

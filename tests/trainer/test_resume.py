@@ -114,6 +114,26 @@ def test_a_resumed_fit_equals_one_that_was_never_cut(precision, cut, accumulate,
     assert_equal(saved(resumed, tmp_path / "resumed.ckpt"), saved(whole, tmp_path / "whole.ckpt"))
 
 
+class SaveInTheMiddle(Callback):
+    """Writes a checkpoint after the second of three micro-batches of a window."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 1 and batch_idx == 4:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("precision", LEVELS)
+def test_a_window_that_was_cut_in_the_middle_is_repeated_whole(precision, tmp_path):
+    options = {"precision": precision, "accumulate_grad_batches": 3}
+    straight, whole = fit(6, **options, callbacks=[SaveInTheMiddle(tmp_path / "middle.ckpt")])
+    second, resumed = fit(6, **options, ckpt_path=tmp_path / "middle.ckpt")
+    assert straight.firsts[3:] == second.firsts
+    assert_equal(saved(resumed, tmp_path / "resumed.ckpt"), saved(whole, tmp_path / "whole.ckpt"))
+
+
 def test_what_lies_before_is_not_read(tmp_path):
     fit(4, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="cut")])
     dataset, counted = Counted(), Counted()

@@ -1,0 +1,112 @@
+"""The other ways to make an update: in the user's own training_step, or by an optimizer that calls the forward itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from fabricamp.errors import ConfigError
+from fabricamp.precision.base import clip_gradients, demands_closure
+from fabricamp.update import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.parts import FitParts
+    from fabricamp.precision.base import Clip
+
+__all__ = ["ClosureUpdate", "ManualUpdate"]
+
+
+class ManualUpdate(Update):
+    """Manual optimization: ``training_step`` calls ``manual_backward``, and ``step`` of what ``optimizers()`` returned."""
+
+    def __init__(self, parts: FitParts) -> None:
+        super().__init__(parts)
+        self._clips: dict[Optimizer, Clip] = {}
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs the user's step; one in which an optimizer stepped makes a window."""
+        output = self._forward(batch, batch_idx)
+        if self.stepped:
+            self._close_window(self.loss)
+            self.loss = None
+        return self._detached(output) if self._wants_outputs else None
+
+    def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
+        """What ``TrainingModule.manual_backward`` runs."""
+        self.loss = loss.detach()
+        for hook in self._before_backward:
+            hook(loss)
+        self._precision.backward(
+            loss, loss_id, partial(self._run_backward, *args) if args else self._run_backward, **options
+        )
+        for hook in self._after_backward:
+            hook()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """What ``step`` of an optimizer from ``TrainingModule.optimizers()`` runs."""
+        if closure is not None and demands_closure(optimizer):
+            self.stepped = True
+            try:
+                return optimizer.step(partial(self.counted_once, optimizer, closure))
+            finally:
+                self._metrics.muted = False
+        result = closure() if closure is not None else None
+        sums = self._precision.accumulation_buffers(optimizer)
+        holders = self._precision.gradient_holders(optimizer) if sums is None else None
+        gradients = self._strategy.reduce_gradients(holders, sums)
+        if self._before_step:
+            self._precision.unscale(optimizer, gradients)
+            for hook in self._before_step:
+                hook(optimizer)
+        self._precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
+        self.stepped = True
+        return result
+
+    def clip(self, optimizer: Optimizer, clip: Clip) -> None:
+        """What ``TrainingModule.clip_gradients`` runs: the next step clips, once gradients are averaged and unscaled."""
+        if demands_closure(optimizer):
+            clip_gradients(optimizer, clip)
+        else:
+            self._clips[optimizer] = clip
+
+
+class ClosureUpdate(Update):
+    """LBFGS and its like: the optimizer calls forward and backward itself, as often as it likes."""
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs the optimizer on one batch; ``self.log`` counts the first forward."""
+        optimizer = cast("Optimizer", self._optimizer)
+        outputs: list[Any] = []
+
+        def forward_backward() -> Tensor:
+            self.loss = None
+            outputs.append(self._forward_backward(batch, batch_idx))
+            loss = cast("Tensor | None", self.loss)
+            if loss is None:
+                name = type(optimizer).__name__
+                raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
+            return loss
+
+        def closure() -> Tensor:
+            loss: Tensor = self.counted_once(optimizer, forward_backward)
+            if self._own_clipping is not None:
+                self._own_clipping(optimizer, self._clip and self._clip.value, self._clip and self._clip.algorithm)
+            elif self._clip is not None:
+                clip_gradients(optimizer, self._clip)
+            return loss
+
+        try:
+            if self._own_step is not None:
+                self._own_step(self._state.epoch, batch_idx, optimizer, closure)
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
+        finally:
+            self._metrics.muted = False
+        loss, self.loss = self.loss, None
+        self._close_window(loss)
+        return outputs[0] if outputs else None

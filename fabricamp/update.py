@@ -1,0 +1,248 @@
+"""From a micro-batch to a loss, and at the end of a window to an update: automatic optimization."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.precision.base import Precision
+from fabricamp.schedules import Schedules
+from fabricamp.strategies.base import IN_PLACE, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from fabricamp.parts import FitParts
+    from fabricamp.precision.base import Verdict
+    from fabricamp.strategies.base import Gradients
+
+__all__ = ["Update"]
+
+logger = logging.getLogger("fabricamp")
+
+
+class Update:
+    """Runs micro-batches and makes an update of each window: the only mediator between strategy and precision.
+
+    Whatever can be looked up is, before the first batch.
+
+    ``stepped`` is True from an update until the loop takes note of it; ``loss`` is that of an open window's last micro-batch.
+    """
+
+    def __init__(self, parts: FitParts) -> None:
+        automatic = parts.module.automatic_optimization
+        self.stepped = False
+        self.loss: Tensor | None = None
+        self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
+        self._module = parts.module
+        self._state = parts.state
+        self._strategy = parts.strategy
+        self._precision = parts.precision
+        self._metrics = parts.metrics
+        self._accumulate = parts.limits.accumulate
+        self._clip = parts.clip
+        self._buffers = parts.precision.accumulation_buffers()
+        self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
+        # With a lag the schedules follow the verdicts instead.
+        self._advances_at_once = self.schedules.follow_steps and parts.precision.lag == 0
+        self._unreported_skips = 0
+        self._bind(parts)
+        self.use(parts.step)
+
+    def _bind(self, parts: FitParts) -> None:
+        hooks, module = parts.hooks, parts.module
+        own = partial(overrides, module, base=TrainingModule)
+        self._wants_outputs = bool(hooks("on_train_batch_end"))
+        self._before_zero_grad = hooks("on_before_zero_grad")
+        self._before_backward = hooks("on_before_backward")
+        self._after_backward = hooks("on_after_backward")
+        self._before_step = hooks("on_before_optimizer_step")
+        self._own_zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
+        self._own_clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
+        self._own_step = module.optimizer_step if own("optimizer_step") else None
+        # Only then are gradients unscaled in a pass of their own, before the update.
+        self._gradients_are_seen = bool(self._before_step or self._own_clipping or self._own_step)
+        self._run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+        # What only passes a call on is left out of it: a Python call costs as much as three hooks.
+        scales = overrides(self._precision, "backward", Precision)
+        self._backward = partial(self._precision.backward, run=self._run_backward) if scales else self._run_backward
+        self._closes = overrides(self._precision, "close_window", Precision)
+        self._exchanges = self._buffers is not None or overrides(self._strategy, "reduce_gradients", Strategy)
+
+    def use(self, step: Callable[..., Any]) -> None:
+        """Takes the step to run: ``training_step``, as the strategy has wrapped it."""
+        step = _with_index(step, self._module.training_step)
+        through = overrides(self._precision, "forward", Precision)
+        self._forward = partial(self._precision.forward, step) if through else step
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
+        ends_window = last or (batch_idx + 1) % self._accumulate == 0
+        if ends_window and self._buffers is None:
+            outputs = self._forward_backward(batch, batch_idx)
+        else:
+            with self._strategy.no_sync():
+                outputs = self._forward_backward(batch, batch_idx)
+        if ends_window and self.loss is not None:
+            self._update(batch_idx)
+        self._state.open_batches = 0 if ends_window else self._state.open_batches + 1
+        return outputs
+
+    def drop_window(self) -> None:
+        """Forgets a window that was begun."""
+        self.loss = None
+        self._state.open_batches = 0
+
+    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+        output = self._forward(batch, batch_idx)
+        loss = output if isinstance(output, Tensor) else self._loss_of(output)
+        if loss is None:
+            return None
+        if not loss.requires_grad or loss.numel() != 1:
+            self._refuse_loss(loss)
+        if self.loss is None:
+            self._clear_gradients(batch_idx)
+        self.loss = loss
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
+        for hook in self._before_backward:
+            hook(loss)
+        self._backward(loss)
+        for hook in self._after_backward:
+            hook()
+        if self._buffers is not None:
+            self._precision.accumulate()
+        return self._detached(output) if self._wants_outputs else None
+
+    def _clear_gradients(self, batch_idx: int) -> None:
+        """Clears what the window before left: called by its first micro-batch that has a loss, after the forward."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for hook in self._before_zero_grad:
+            hook(optimizer)
+        if self._own_zero_grad is not None:
+            self._own_zero_grad(self._state.epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+
+    def _update(self, batch_idx: int) -> None:
+        optimizer, loss = self._optimizer, self.loss
+        self.loss = None
+        if optimizer is not None:
+            gradients = self._strategy.reduce_gradients(buffers=self._buffers) if self._exchanges else IN_PLACE
+            if self._gradients_are_seen:
+                self._show_gradients(optimizer, gradients, batch_idx, loss)
+            else:
+                self._precision.step(optimizer, gradients, self._clip)
+        self._close_window(loss)
+
+    def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
+        """Updates where hooks or overridden methods look at the gradients first: unscaled, in ``.grad``."""
+        clip, run = self._clip, None
+        self._precision.unscale(optimizer, gradients)
+        for hook in self._before_step:
+            hook(optimizer)
+        if self._own_clipping is not None:
+            self._own_clipping(optimizer, clip and clip.value, clip and clip.algorithm)
+            clip = None
+        if self._own_step is not None:
+            run = partial(self._own_step, self._state.epoch, batch_idx, optimizer, lambda: loss)
+        self._precision.step(optimizer, gradients, clip, run)
+
+    def _close_window(self, loss: Tensor | None) -> None:
+        verdict = self._precision.close_window(loss) if self._closes else None
+        self._state.global_step += 1
+        self.stepped = True
+        if verdict is not None:
+            self._heed(verdict)
+        elif self._advances_at_once:
+            self.schedules.advance(self._state.global_step)
+
+    def _heed(self, verdict: Verdict) -> None:
+        """Acts on what became of the window ``lag`` windows ago: schedules follow applied steps."""
+        if verdict.applied:
+            self.schedules.advance(verdict.applied_steps)
+            return
+        self._unreported_skips += 1
+        if verdict.skipped_steps == 1:
+            self.report_skips()
+
+    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
+        """Runs a forward that the optimizer asks for, perhaps again and again: ``self.log`` counts the first of a step."""
+        result = forward_backward()
+        self._metrics.muted = True
+        for hook in self._before_step:
+            hook(optimizer)
+        return result
+
+    def finish(self) -> None:
+        """Tells of overflows that no step told of; after the last batch."""
+        self._unreported_skips += sum(not verdict.applied for verdict in self._precision.drain())
+        self.report_skips()
+
+    def report_skips(self) -> None:
+        """Logs how many steps were skipped for overflow since it was last said."""
+        if self._unreported_skips and self._strategy.rank == 0:
+            logger.warning(
+                "fabricamp: %d of the last steps overflowed in half precision and were skipped (%d in all, loss scale now %g); "
+                "a skip now and then is how the scale is found",
+                self._unreported_skips, self._precision.skipped_steps, self._precision.scale,
+            )  # fmt: skip
+        self._unreported_skips = 0
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+            return cast("Tensor", output["loss"])
+        if output is None and self._strategy.world_size == 1:
+            return None
+        if output is None:
+            raise ConfigError(
+                f"training_step returned None on rank {self._strategy.rank}: with several processes every rank has to return a "
+                "loss, or the others wait for its gradients; return `0.0 * loss` instead"
+            )
+        given = f"a dict with keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
+        raise ConfigError(
+            f"training_step returned {given}; return the loss as a tensor, or a dict with it under 'loss'"
+        )
+
+    @staticmethod
+    def _refuse_loss(loss: Tensor) -> None:
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; training_step has to return a scalar, such as loss.mean()"
+            )
+        raise ConfigError(
+            "the loss has no graph: nothing that it was computed from requires gradients; check for detach(), torch.no_grad() or "
+            "item() in training_step and for frozen parameters, or set automatic_optimization=False"
+        )
+
+    @staticmethod
+    def _detached(output: Any) -> Any:
+        """What hooks get: always a dict, nothing of the graph."""
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        if isinstance(output, dict):
+            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+        return output
+
+
+def _with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` as a call with (batch, batch_idx), whichever of them ``training_step`` takes."""
+    signature = inspect.signature(training_step)
+    for arguments in ((None, 0), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return step if len(arguments) == 2 else lambda batch, _: step(batch)
+    raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")

@@ -1,0 +1,35 @@
+"""Every kernel compiles for every GPU that NVRTC knows, without one, and nothing spills into local memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fabricamp.ops import bridge
+from tests.kernels.nvrtc import architectures, compile_for
+
+F, H, B, D = torch.float32, torch.float16, torch.bfloat16, torch.float64
+HALF_UPDATES = [(H, F, F, F, H), (B, F, F, F, B), (F, F, F, F, None), (D, D, D, D, None), (H, H, F, F, None)]
+KINDS = {
+    "adam": HALF_UPDATES,
+    "finish": [],
+    "statistics": [(F,), (H,), (B,), (D,)],
+    "sums": [(H, F, F), (B, F, F), (F, F, F), (D, D, D), (H, B, H)],
+    "tensors": [(F, H), (F, B), (H, F), (F, F), (D, D)],
+}
+
+
+def test_every_file_is_compiled_here():
+    assert {path.stem for path in bridge.KERNELS.glob("*.cu")} == set(KINDS)
+
+
+@pytest.mark.parametrize("file", KINDS)
+def test_compiles_for_every_architecture_without_spills(file):
+    text = bridge.source(file, KINDS[file])
+    for architecture in architectures():
+        log = compile_for(text, architecture)
+        spills = [int(number) for number in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)]
+        assert spills, log
+        assert not any(spills), f"sm_{architecture}: {log}"
