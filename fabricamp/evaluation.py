@@ -151,6 +151,7 @@ def gather_predictions(everyone: list[list[list[Any]]]) -> list[Any]:
 
 
 def print_results(kind: str, results: list[dict[str, float]]) -> None:
+    """Prints the logged values as a table, a column a loader."""
     from rich.console import Console
     from rich.table import Table
 
