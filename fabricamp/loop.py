@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fabricamp.data import set_epoch
 from fabricamp.errors import ConfigError
@@ -87,15 +87,14 @@ class FitLoop:
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
         state, feed, update = self.state, self.parts.feed, self.update
-        batch_start, batch_end, run_batch = self._batch_start, self._batch_end, update.run_batch
+        batch_end, run_batch = self._batch_end, update.run_batch
         state.scope = Scope.TRAIN_STEP
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
         last = state.batch_idx > 0
         for batch in feed.behind(state.batch_idx):
             state.batch = batch
             batch_idx, last = state.batch_idx, feed.last
-            # A list: every hook is called, whatever the first one answers.
-            if batch_start and -1 in [hook(batch, batch_idx) for hook in batch_start]:
+            if self._batch_start and self._skips(batch, batch_idx):
                 last = True
                 update.drop_window()
                 update.schedules.end_epoch(state.epoch)
@@ -121,6 +120,13 @@ class FitLoop:
         self._check_fed()
         state.batch = None
         return last
+
+    def _skips(self, batch: Any, batch_idx: int) -> bool:
+        """Runs every hook before the batch; returns whether one of them answered -1: skip the rest of the epoch."""
+        skips = False
+        for hook in self._batch_start:
+            skips = hook(batch, batch_idx) == -1 or skips
+        return skips
 
     def _check_fed(self) -> None:
         if self.state.batch is None and not self.state.batch_idx:

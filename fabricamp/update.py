@@ -77,6 +77,7 @@ class Update:
         self._backward = partial(self._precision.backward, run=self._run_backward) if scales else self._run_backward
         self._closes = overrides(self._precision, "close_window", Precision)
         self._exchanges = self._buffers is not None or overrides(self._strategy, "reduce_gradients", Strategy)
+        self._steps_plainly = not (self._exchanges or self._clip or overrides(self._precision, "step", Precision))
 
     def use(self, step: Callable[..., Any]) -> None:
         """Takes the step to run: ``training_step``, as the strategy has wrapped it."""
@@ -142,6 +143,8 @@ class Update:
             gradients = self._strategy.reduce_gradients(buffers=self._buffers) if self._exchanges else IN_PLACE
             if self._gradients_are_seen:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
+            elif self._steps_plainly:
+                optimizer.step()
             else:
                 self._precision.step(optimizer, gradients, self._clip)
         self._close_window(loss)

@@ -28,6 +28,8 @@ class Recording:
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         self.muted = False
+        # Nothing is waited for there, and a number costs a tenth of a copy into a tensor.
+        self.reads_cpu_tensors = True
         self._state = state
         self._strategy = strategy
         self._tables: dict[str, Table] = {}
@@ -81,6 +83,8 @@ class Recording:
             slot = self._known[call] = self._find_slot(Arguments(*call), value)
         if type(value) is not Tensor or value.ndim or slot.metric is not None:
             self._keep_other(slot, value, batch_size)
+        elif value.is_cpu and self.reads_cpu_tensors:
+            self._keep_number(slot, value.item(), batch_size)
         else:
             self._keep_tensor(slot, value.detach(), batch_size)
 
@@ -147,8 +151,10 @@ class Recording:
                 cell.add_tensor(value, weight)
 
     def _keep_number(self, slot: Slot, value: float, batch_size: int | None) -> None:
-        if slot.step is not None:
-            self._keep_for_step(slot.step, value)
+        cell = slot.step
+        if cell is not None:
+            cell.number = value
+            cell.weight = -1
         cell = slot.epoch
         if cell is not None:
             weight = self._weight(slot, batch_size)

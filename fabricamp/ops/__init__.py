@@ -5,25 +5,42 @@ One op is one module here (the public function, its torch reference, its launch)
 
 from __future__ import annotations
 
+from fabricamp.ops.adagrad import AdagradRule, adagrad
 from fabricamp.ops.adam import AdamRule, adam
 from fabricamp.ops.bridge import Backend, backend
+from fabricamp.ops.ema import ema
+from fabricamp.ops.lamb import LambRule, lamb
+from fabricamp.ops.larc import LarcRule, larc
+from fabricamp.ops.novograd import NovoGradRule, novograd
 from fabricamp.ops.scaling import finish, update_scale
+from fabricamp.ops.sgd import SgdRule, sgd
 from fabricamp.ops.statistics import gradient_statistics, l2norm
 from fabricamp.ops.step_state import StepState
 from fabricamp.ops.tensors import accumulate, axpby, copy_cast, scale
 
 __all__ = [
+    "AdagradRule",
     "AdamRule",
     "Backend",
+    "LambRule",
+    "LarcRule",
+    "NovoGradRule",
+    "SgdRule",
     "StepState",
     "accumulate",
+    "adagrad",
     "adam",
     "axpby",
     "backend",
     "copy_cast",
+    "ema",
     "finish",
     "gradient_statistics",
     "l2norm",
+    "lamb",
+    "larc",
+    "novograd",
     "scale",
+    "sgd",
     "update_scale",
 ]

@@ -29,13 +29,19 @@ _TYPES: Final = {
 }
 _FILES: Final = {
     "accumulate": "sums",
+    "adagrad": "adagrad",
     "adam": "adam",
     "axpby": "sums",
     "copy_cast": "tensors",
+    "ema": "ema",
     "finish": "finish",
     "gradient_statistics": "statistics",
     "l2norm": "statistics",
+    "lamb": "lamb",
+    "larc": "larc",
+    "novograd": "novograd",
     "scale": "tensors",
+    "sgd": "sgd",
     "update_scale": "finish",
 }
 """Which ``.cu`` file each op runs."""

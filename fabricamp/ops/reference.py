@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.step_state import StepState
 
-__all__ = ["prepared", "rounded", "unless_skipped", "widened"]
+__all__ = ["corrections", "logarithm", "one_each", "prepared", "rounded", "unless_skipped", "widened"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -46,6 +47,23 @@ def prepared(
         values = list(torch._foreach_clamp_max(values, limit))
         torch._foreach_clamp_min_(values, -limit)
     return list(torch._foreach_neg(values)) if negate else values
+
+
+def logarithm(beta: float) -> float:
+    """Returns the logarithm of a decay rate, -inf for 0: with it 1 - beta**step is exact for every step."""
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def corrections(steps: Sequence[Tensor], beta: float) -> Tensor:
+    """Returns ``1 - beta**step`` for all steps (1-dim, fp64) without reading any."""
+    return (torch.stack(list(steps)).double() * logarithm(beta)).expm1().neg()
+
+
+def one_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the elements of ``values``, each in the dtype of its tensor."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return list(values.to(tensors[0].dtype).unbind())
+    return [value.to(tensor.dtype) for value, tensor in zip(values.unbind(), tensors, strict=True)]
 
 
 def unless_skipped(state: StepState | None, written: Sequence[Tensor], update: Callable[[], None]) -> None:

@@ -60,7 +60,8 @@ class Table:
 
     ``columns`` are lists of one length; None where a row does not have the column.  A row whose column 0 is None takes no part.
     ``cells`` are columns of single values (step counts); ``flags`` is the cell, of fp32, with 0 in rows that take no part.
-    ``groups`` gives each row the group whose ``scalars`` it reads.  Column 0 is only read; the others may be written.
+    ``groups`` gives each row the group whose ``scalars`` it reads.
+    Column 0 is only read, unless a launch says else; the others may be written.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Table:
         self._kinds: dict[Kind, int] = {}
         self._kinds_in_order: tuple[Kind, ...] = ()
         self._partial: Tensor | None = None
+        self._numbers: Tensor | None = None
         self._scalars: tuple[tuple[float, ...], ...] = ()
         self._device_scalars: Tensor | None = None
         count = len(self._columns[0])
@@ -114,6 +116,12 @@ class Table:
         if self._partial is None:
             self._partial = torch.empty(self.chunks, device=self.device)
         return self._partial
+
+    def numbers(self, count: int) -> Tensor:
+        """Memory for ``count`` fp64 numbers, for what one launch of an op leaves to the next."""
+        if self._numbers is None or len(self._numbers) < count:
+            self._numbers = torch.empty(count, dtype=torch.float64, device=self.device)
+        return self._numbers
 
     def row_of_chunk(self, chunk: int) -> int:
         """Returns the row that a chunk belongs to."""
@@ -211,14 +219,24 @@ class Table:
         self._columns = [[] for _ in self._columns]
         self._anchors = []
 
-    def launch(self, file: str, function: str, *arguments: Tensor | float | None, blocks: int | None = None) -> None:
-        """Runs ``function(table, *arguments)`` of ``kernels/<file>.cu``, one block a chunk unless ``blocks`` says else."""
+    def launch(
+        self,
+        file: str,
+        function: str,
+        *arguments: Tensor | float | None,
+        blocks: int | None = None,
+        first_written: int = 1,
+    ) -> None:
+        """Runs ``function(table, *arguments)`` of ``kernels/<file>.cu``, one block a chunk unless ``blocks`` says else.
+
+        Columns from ``first_written`` on are written.
+        """
         for stands in self._stands:
             for stand in stands.values():
                 stand.dense.copy_(stand.tensor)
         run = bridge.kernel(file, function, self._kinds_in_order, self.device)
         run(self.chunks if blocks is None else blocks, THREADS, self._as_struct(), *arguments)
-        for stands in self._stands[1:]:
+        for stands in self._stands[first_written:]:
             for stand in stands.values():
                 stand.tensor.copy_(stand.dense)
 

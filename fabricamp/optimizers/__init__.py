@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fabricamp.optimizers.adagrad import FusedAdagrad
 from fabricamp.optimizers.adam import FusedAdam
 from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
@@ -36,7 +37,7 @@ class Steering(NamedTuple):
 class FusedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory.
 
-    A subclass names its state (``state_names``: tensors like the parameter; ``cell_names``: one fp32 number a parameter), and
+    A subclass names its state (``state_names``: tensors like the parameter; ``cell_names``: one number a parameter), and
     writes :meth:`_rule`, :meth:`_launch` and :meth:`_reference`.  State is fp32 for half and fp32 parameters, fp64 for fp64 ones.
 
     Alone, ``step()`` reads each ``.grad``.  A Precision steers it instead::
@@ -74,6 +75,9 @@ class FusedOptimizer(Optimizer):
     def _rule(self, group: dict[str, Any]) -> Any:
         """What the rows of ``group`` share: a NamedTuple with ``scalars()``, which the kernel reads."""
         raise NotImplementedError
+
+    def _prepare(self, steering: Steering) -> None:
+        """Finds what the rows of a step have in common, such as the norm of all gradients; nothing by default."""
 
     def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
         """Updates ``table``: columns gradient, parameter, ``state_names``, half copy; cells ``cell_names``."""
@@ -183,7 +187,8 @@ class FusedOptimizer(Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=wide, memory_format=torch.preserve_format)
         for name in self.cell_names:
             if name not in state:
-                state[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                dtype = torch.float32 if name == "step" else wide
+                state[name] = torch.zeros((), dtype=dtype, device=parameter.device)
         if self.master_weights and wide != parameter.dtype and "master_param" not in state:
             state["master_param"] = parameter.detach().to(wide)
 
@@ -223,6 +228,7 @@ class FusedOptimizer(Optimizer):
         if steering is None:
             steering = Steering(self._from_grad_scaler())
             self.gather()
+        self._prepare(steering)
         for part in self._parts or ():
             state = None if steering.state is None else steering.state.seen_from(part.device)
             if part.table is not None:
@@ -315,7 +321,7 @@ def _identity(
 def _check(name: str, defaults: dict[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"):
         value = defaults.get(key, 0.0)
-        if not isinstance(value, Tensor) and not value >= 0:
+        if value is not required and not isinstance(value, Tensor) and not value >= 0:
             raise ConfigError(f"{name} got {key}={value!r}; it has to be 0 or more")
     for beta in defaults.get("betas", ()):
         if not 0 <= beta < 1:

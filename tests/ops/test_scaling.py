@@ -56,7 +56,9 @@ def test_the_window_and_its_lowest_chunk_survive_a_finite_step(kernel_device):
     st.sampled_from([2.0**16, 2.0**17, 2.0**24]),
     st.integers(1, 3),
 )
-def test_update_scale_equals_its_reference_word_for_word(kernel_device, windows, interval, minimum, maximum, hysteresis):
+def test_update_scale_equals_its_reference_word_for_word(
+    kernel_device, windows, interval, minimum, maximum, hysteresis
+):
     states = [ops.StepState.on(kernel_device, scale=2.0**16, hysteresis=hysteresis) for _ in range(2)]
     rings = [torch.zeros(4, ops.StepState.WORDS, dtype=torch.int32, device=kernel_device) for _ in range(2)]
     rule = {
@@ -81,7 +83,14 @@ def test_update_scale_equals_its_reference_word_for_word(kernel_device, windows,
 
 def test_the_first_overflow_of_a_run_is_kept(kernel_device):
     state = ops.StepState.on(kernel_device, scale=8.0)
-    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "minimum": 1.0, "maximum": 8.0, "hysteresis": 1}
+    rule = {
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 9,
+        "minimum": 1.0,
+        "maximum": 8.0,
+        "hysteresis": 1,
+    }
     for finite, loss, chunk in ((1, 0.5, -1), (0, 1.5, 4), (0, 2.5, 2), (1, 3.5, -1), (0, 4.5, 9)):
         state.finite.fill_(finite)
         state.bad_chunk.fill_(chunk)
@@ -96,7 +105,14 @@ def test_the_first_overflow_of_a_run_is_kept(kernel_device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_ring_may_be_pinned_memory():
     state, ring = ops.StepState.on("cuda"), torch.zeros(4, ops.StepState.WORDS, dtype=torch.int32, pin_memory=True)
-    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "minimum": 1.0, "maximum": 8.0, "hysteresis": 1}
+    rule = {
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 9,
+        "minimum": 1.0,
+        "maximum": 8.0,
+        "hysteresis": 1,
+    }
     for _ in range(6):
         ops.update_scale(state, **rule, ring=ring)
     torch.cuda.synchronize()

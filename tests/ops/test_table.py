@@ -35,7 +35,7 @@ def test_tensors_that_move_are_found_again_and_others_are_not_uploaded(kernel_de
     table, out = copies(kernel_device, first)
     launch(table)
     uploads = []
-    monkeypatch.setattr(Table, "_describe", lambda self: uploads.append(self))
+    monkeypatch.setattr(Table, "_describe", uploads.append)
     table.refresh(list(first))
     assert uploads == []
     monkeypatch.undo()
@@ -69,7 +69,9 @@ def test_flags_in_device_memory_decide(kernel_device):
 
 def test_chunks_lead_back_to_rows(kernel_device):
     chunk = table_module.CHUNK_SIZE
-    table, _ = copies(kernel_device, [torch.ones(size, device=kernel_device) for size in (1, 2 * chunk, chunk + 1, 0, 5)])
+    table, _ = copies(
+        kernel_device, [torch.ones(size, device=kernel_device) for size in (1, 2 * chunk, chunk + 1, 0, 5)]
+    )
     assert table.chunks == 7
     assert [table.row_of_chunk(index) for index in range(7)] == [0, 1, 1, 2, 2, 3, 4]
 

@@ -54,20 +54,29 @@ template <typename T> __device__ __forceinline__ T* column(const Table& table, c
   return (T*)line_word(table, COLUMNS + index, chunk.row) + chunk.offset;
 }
 
-// Finds this block's chunk; false where its row takes no part.  The same in all threads of a block.
-__device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
-  int row = chunk.row = table.chunk_rows[blockIdx.x];
-  int64 info = line_word(table, INFO, row);
+// Finds the first chunk of a row; false where the row takes no part.  The same in all threads of a block.
+__device__ __forceinline__ bool locate_row(const Table& table, int row, Chunk& chunk) {
+  int64 info = line_word(table, INFO, row), size = line_word(table, SIZE, row);
+  chunk.row = row;
   chunk.kind = (int)(info & 0xff);
   chunk.aligned = (info >> 8) & 1;
   chunk.scalars = table.scalars + (info >> 16) * table.scalars_per_group;
-  chunk.offset = (blockIdx.x - line_word(table, FIRST_CHUNK, row)) * table.chunk_size;
-  int64 left = line_word(table, SIZE, row) - chunk.offset;
-  chunk.count = (int)(left < table.chunk_size ? left : table.chunk_size);
+  chunk.offset = 0;
+  chunk.count = (int)(size < table.chunk_size ? size : table.chunk_size);
   if (line_word(table, COLUMNS, row) == 0) return false;
   if (table.flag_cell < 0) return true;
   const float* flag = cell<const float>(table, chunk, table.flag_cell);
   return flag == nullptr || *flag != 0.f;
+}
+
+// Finds this block's chunk; false where its row takes no part.  The same in all threads of a block.
+__device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
+  int row = table.chunk_rows[blockIdx.x];
+  bool takes_part = locate_row(table, row, chunk);
+  chunk.offset = (blockIdx.x - line_word(table, FIRST_CHUNK, row)) * table.chunk_size;
+  int64 left = line_word(table, SIZE, row) - chunk.offset;
+  chunk.count = (int)(left < table.chunk_size ? left : table.chunk_size);
+  return takes_part;
 }
 
 // Called by every thread of every block at its end: true in one thread of the last block of the row to get there.
@@ -104,6 +113,12 @@ template <int N, typename T, typename M> __device__ __forceinline__ void load(co
   Pack<T, N> pack = *(const Pack<T, N>*)from;
 #pragma unroll
   for (int j = 0; j < N; ++j) to[j] = (M)widen(pack.value[j]);
+}
+
+// A column that the row does not have reads as zeros, and takes nothing.
+template <int N, typename M> __device__ __forceinline__ void load(const None*, M (&to)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) to[j] = 0;
 }
 
 template <int N, typename T, typename M> __device__ __forceinline__ void store(T* to, const M (&from)[N]) {

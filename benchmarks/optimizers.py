@@ -1,0 +1,294 @@
+"""The optimizer step alone and the whole update, beside torch's: share of the copy bandwidth, GPU ms, wall ms, host us.
+
+    python benchmarks/optimizers.py [--sets resnet50,gpt2,gpt-1.3b] [--only adam] [--out results.json] [--cpu]
+
+GPU ms: events around steps that were queued behind a sleeping kernel, so that no launch gap counts.  Wall ms: steps back to
+back, as a loop runs them.  Host us: the time to issue a step while the GPU sleeps (a step that waits for the GPU shows "waits").
+Share: bytes that the arithmetic needs, over GPU time, over what a large device-to-device copy moves in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from fabricamp.optimizers import FusedAdam
+from fabricamp.precision import Clip, OptLevel
+from fabricamp.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inside = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(width, inside, 1, 1), (width, width, 3, 3), (width * 4, width, 1, 1)]
+            if block == 0:
+                convolutions.append((width * 4, inside, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            inside = width * 4
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def gpt(layers: int, width: int, positions: int = 1024, words: int = 50257) -> list[tuple[int, ...]]:
+    block = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+    block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [(words, width), (positions, width), *block * layers, (width,), (width,)]
+
+
+SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "resnet50": resnet50,
+    "gpt2": lambda: gpt(12, 768),
+    "gpt-1.3b": lambda: gpt(24, 2048, 2048),
+    "1000 tensors": lambda: [(256, 256)] * 1000,
+}
+
+
+class Case(NamedTuple):
+    """One optimizer: ours, torch's (given ``foreach`` or ``fused``), and the bytes that an fp32 step has to move a parameter."""
+
+    ours: Callable[..., torch.optim.Optimizer]
+    torchs: Callable[..., torch.optim.Optimizer] | None
+    fused: bool
+    floor: int
+
+
+# An optimizer is a row here: everything below is the same for all.
+CASES: dict[str, Case] = {
+    "adam": Case(
+        ours=lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01),
+        torchs=lambda p, **how: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.01, **how),
+        fused=True,
+        floor=28,  # reads p, g, m, v; writes p, m, v
+    ),
+}
+
+
+class Result(NamedTuple):
+    gpu_ms: float
+    wall_ms: float
+    host_us: float | None
+
+
+def measure(step: Callable[[], object], repeat: int) -> Result:
+    for _ in range(6):
+        step()
+    torch.cuda.synchronize()
+    cycles = int(2e8)
+    gpu, host, wall = [], [], []
+    for _ in range(5):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        slept = torch.cuda.Event()
+        torch.cuda._sleep(cycles)
+        slept.record()
+        first.record()
+        started = time.perf_counter()
+        for _ in range(2):  # no more: a step may read what became of the one before the last
+            step()
+        issued = time.perf_counter() - started
+        waited = slept.query()
+        last.record()
+        torch.cuda.synchronize()
+        gpu.append(first.elapsed_time(last) / 2)
+        host.append(None if waited else issued / 2 * 1e6)
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeat):
+            step()
+        torch.cuda.synchronize()
+        wall.append((time.perf_counter() - started) / repeat * 1e3)
+    told = [one for one in host if one is not None]
+    return Result(statistics.median(gpu), statistics.median(wall), statistics.median(told) if len(told) == 5 else None)
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device-to-device copy, read and written bytes counted."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    result = measure(lambda: target.copy_(source), 5)
+    return 2 * source.numel() / result.gpu_ms / 1e6
+
+
+class Weights(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.all = nn.ParameterList(torch.randn(s, device="cuda", generator=generator) * 0.02 for s in shapes)
+
+
+def parameters(shapes: list[tuple[int, ...]], device: str = "cuda") -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
+    for one in made:
+        one.grad = torch.randn_like(one) * 1e-3
+    return made
+
+
+def step_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
+    repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
+    rows = {"ours": measure(case.ours(parameters(shapes)).step, repeat)}
+    if case.torchs is not None:
+        rows["torch foreach"] = measure(case.torchs(parameters(shapes), foreach=True).step, repeat)
+        if case.fused:
+            rows["torch fused"] = measure(case.torchs(parameters(shapes), fused=True).step, repeat)
+    return rows
+
+
+def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Result:
+    """Statistics, finish, update and the end of the window, as a Trainer calls them."""
+    module, precision = Weights(shapes), OptLevel(level)
+    precision.convert_module(module)
+    optimizer = case.ours(module.parameters())
+    precision.setup_optimizers(module, [optimizer], Strategy())
+    holders = precision.gradient_holders(optimizer)
+    gradients = [torch.randn_like(one) for one in holders]
+    loss = torch.ones((), device="cuda")
+    clip = Clip(1.0)
+
+    def step() -> None:
+        for holder, gradient in zip(holders, gradients, strict=True):  # backward would have put them there
+            holder.grad = gradient
+        precision.step(optimizer, clip=clip)
+        precision.close_window(loss)
+
+    return measure(step, repeat)
+
+
+def with_grad_scaler(case: Case, shapes: list[tuple[int, ...]], repeat: int, *, clip: bool) -> Result:
+    own = parameters(shapes)
+    optimizer, scaler = (
+        case.torchs(own, fused=True),
+        torch.amp.GradScaler("cuda", init_scale=1.0, growth_interval=10**6),
+    )
+    scaler.scale(torch.ones((), device="cuda"))
+
+    def step() -> None:
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(own, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return measure(step, repeat)
+
+
+def apex_pattern(case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Result:
+    """O2 as apex does it, in torch's foreach operations: unscale into masters, ask the host, clip, step, copy back."""
+    masters = parameters(shapes)
+    halves = [one.detach().half() for one in masters]
+    gradients = [one.grad.half() for one in masters]
+    optimizer = case.torchs(masters, fused=True)
+
+    def step() -> None:
+        torch._foreach_copy_([one.grad for one in masters], gradients)
+        torch._foreach_mul_([one.grad for one in masters], 1.0)
+        norm = torch.nn.utils.get_total_norm([one.grad for one in masters])
+        if not torch.isfinite(norm).item():
+            return
+        torch.nn.utils.clip_grads_with_norm_(masters, 1.0, norm)
+        optimizer.step()
+        torch._foreach_copy_(halves, [one.detach() for one in masters])
+
+    return measure(step, repeat)
+
+
+def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
+    repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
+    rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
+    if case.torchs is not None and case.fused:
+        rows["O1 GradScaler, clip, torch fused"] = with_grad_scaler(case, shapes, repeat, clip=True)
+        rows["O1 GradScaler, torch fused, no clip"] = with_grad_scaler(case, shapes, repeat, clip=False)
+        rows["O2 as apex, torch's operations"] = apex_pattern(case, shapes, repeat)
+    return rows
+
+
+# Bytes a parameter over the step's own floor: the gradients once more, half gradients instead of fp32, the half copy.
+EXTRA = {"O1": 4, "O2": 2 - 2 + 2, "O5": 2 - 2 + 2}
+
+
+def table(name: str, kind: str, rows: dict[str, Result], elements: int, floor: int, bandwidth: float) -> list[dict]:
+    made = []
+    for row, result in rows.items():
+        moved = (floor + EXTRA.get(row[:2], 0) if kind == "update" else floor) * elements
+        share = moved / result.gpu_ms / 1e6 / bandwidth
+        host = "waits" if result.host_us is None else f"{result.host_us:.0f}"
+        print(
+            f"{name:13} {kind:7} {row:36} {result.gpu_ms:8.3f} {result.wall_ms:8.3f} {host:>7} {share:6.0%}", flush=True
+        )
+        made.append({"set": name, "kind": kind, "row": row, **result._asdict(), "share_of_copy": round(share, 4)})
+    return made
+
+
+def on_gpu(arguments: argparse.Namespace) -> dict:
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
+    print(f"{'set':13} {'kind':7} {'row':36} {'GPU ms':>8} {'wall ms':>8} {'host us':>7} {'share':>6}")
+    rows = []
+    for optimizer in arguments.only.split(","):
+        case = CASES[optimizer]
+        for name in arguments.sets.split(","):
+            shapes = SETS[name]()
+            elements = sum(torch.Size(shape).numel() for shape in shapes)
+            made = table(name, "step", step_rows(case, shapes), elements, case.floor, bandwidth)
+            torch.cuda.empty_cache()
+            made += table(name, "update", update_rows(case, shapes), elements, case.floor, bandwidth)
+            torch.cuda.empty_cache()
+            rows += [{"optimizer": optimizer, "elements": elements, "tensors": len(shapes), **row} for row in made]
+    return {"device": torch.cuda.get_device_name(), "copy_gb_per_s": round(bandwidth), "rows": rows}
+
+
+def on_cpu(arguments: argparse.Namespace) -> dict:
+    torch.set_num_threads(1)
+    shapes, rows = resnet50(), []
+    for optimizer in arguments.only.split(","):
+        case = CASES[optimizer]
+        steps = {"ours": case.ours(parameters(shapes, "cpu")).step}
+        if case.torchs is not None:
+            steps["torch foreach"] = case.torchs(parameters(shapes, "cpu"), foreach=True).step
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(9):  # in turn, so that a busy machine is busy for both
+            for name, step in steps.items():
+                started = time.perf_counter()
+                step()
+                taken[name].append((time.perf_counter() - started) * 1e3)
+        for name, times in taken.items():
+            print(
+                f"{optimizer} on a CPU, ResNet-50, one thread: {name:14} {statistics.median(times):8.1f} ms", flush=True
+            )
+            rows.append({"optimizer": optimizer, "row": name, "ms": statistics.median(times)})
+    return {"device": platform.processor() or platform.machine(), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", default="resnet50,gpt2,gpt-1.3b,1000 tensors")
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cpu", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.cpu and not torch.cuda.is_available():
+        sys.exit("no CUDA GPU here; --cpu compares with torch on the CPU")
+    torch.manual_seed(0)
+    found = on_cpu(arguments) if arguments.cpu else on_gpu(arguments)
+    found |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    found["command"] = " ".join(["python", *sys.argv])
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Exponential moving averages of parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.reference import rounded, unless_skipped
+from fabricamp.ops.table import table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fabricamp.ops.step_state import StepState
+
+__all__ = ["ema"]
+
+
+@torch.no_grad()
+def ema(
+    parameters: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    decay: float | Tensor,
+    *,
+    state: StepState | None = None,
+) -> None:
+    """Moves each of ``averages`` to ``decay * average + (1 - decay) * parameter``, in fp32 at least.
+
+    A ``decay`` in device memory may change between replays of a captured step (fp64 keeps all of a decay near 1).
+    Where ``state.found_inf`` is set, because the step before was skipped, nothing changes.
+    """
+    if not parameters:
+        return
+    if runs_kernels(averages[0].device):
+        table = table_of(parameters, averages)
+        words = None if state is None else state.words
+        if isinstance(decay, torch.Tensor):
+            table.launch("ema", "ema", words, decay.to(table.device, torch.float64), 0.0)
+        else:
+            table.launch("ema", "ema", words, None, float(decay))
+        return
+    unless_skipped(state, averages, lambda: _reference(parameters, averages, decay))
+
+
+def _reference(parameters: Sequence[Tensor], averages: Sequence[Tensor], decay: float | Tensor) -> None:
+    pairs = list(zip(parameters, averages, strict=True))
+    dtypes = [torch.promote_types(_wide(parameter), _wide(average)) for parameter, average in pairs]
+    values = [parameter.to(dtype) for (parameter, _), dtype in zip(pairs, dtypes, strict=True)]
+    wide = [average.to(dtype) for (_, average), dtype in zip(pairs, dtypes, strict=True)]
+    if isinstance(decay, torch.Tensor):
+        weight = 1 - decay.to(averages[0].device, torch.float64)
+        for average, value in zip(wide, values, strict=True):
+            average.lerp_(value, weight.to(average.dtype))
+    else:
+        torch._foreach_lerp_(wide, values, 1 - decay)
+    rounded(wide, averages)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

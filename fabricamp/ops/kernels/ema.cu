@@ -1,0 +1,39 @@
+// Exponential moving average: columns parameter, average.
+#include "common.cuh"
+
+template <typename P, typename A> struct Ema {
+  typedef typename CommonMath<P, A>::type M;
+  const P* parameters;
+  A* averages;
+  M share;
+  template <int N> __device__ __forceinline__ void run(int64 i) {
+    M p[N], average[N];
+    load<N>(parameters + i, p);
+    load<N>(averages + i, average);
+#pragma unroll
+    // From the nearer end, so that a share of 1 takes over the parameter, and a share of 0 keeps the average, exactly.
+    for (int j = 0; j < N; ++j) {
+      M distance = p[j] - average[j];
+      average[j] = share < (M)0.5 ? average[j] + share * distance : p[j] - ((M)1 - share) * distance;
+    }
+    store<N>(averages + i, average);
+  }
+};
+
+template <typename P, typename A> __device__ __forceinline__ void average(const Table& table, const Chunk& chunk, double share) {
+  typedef Ema<P, A> Body;
+  Body body{column<const P>(table, chunk, 0), column<A>(table, chunk, 1), (typename Body::M)share};
+  each<4>(chunk, body);
+}
+
+// Column 1 += (1 - decay) * (column 0 - column 1); the decay from device memory where an address is given.
+extern "C" __global__ void __launch_bounds__(512) ema(Table table, const StepState* state, const double* decay_at, double decay) {
+  Chunk chunk;
+  if (skipped(state, 1) || !locate(table, chunk)) return;
+  double share = 1.0 - (decay_at ? *decay_at : decay);
+  switch (chunk.kind) {
+#define KIND(index, ...) case index: average<__VA_ARGS__>(table, chunk, share); break;
+    KINDS
+#undef KIND
+  }
+}

@@ -1,0 +1,81 @@
+"""Adagrad in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.adagrad import AdagradRule, adagrad_reference, launch_adagrad
+from fabricamp.optimizers.base import FusedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fabricamp import ops
+    from fabricamp.ops.table import Table
+    from fabricamp.optimizers.rows import Rows
+
+__all__ = ["FusedAdagrad"]
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad with L2 regularisation, or with decoupled weight decay where ``adagrad_w_mode`` is True.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedAdagrad([weight], lr=0.1)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9000, 0.9000])
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adagrad_w_mode")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        lr_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        if not lr_decay >= 0:
+            raise ConfigError(f"FusedAdagrad got lr_decay={lr_decay!r}; it has to be 0 or more")
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": lr_decay, "maximize": maximize}
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back its own state, torch's, or apex's, which counts no steps: they begin at 0 then."""
+        counted = any("step" in group for group in state_dict["param_groups"])
+        if not counted:
+            entries = {key: {"step": 0.0, **entry} for key, entry in state_dict["state"].items()}
+            state_dict = {**state_dict, "state": entries}
+        super().load_state_dict(state_dict)
+
+    def _rule(self, group: dict[str, Any]) -> AdagradRule:
+        return AdagradRule(
+            group["lr"],
+            group["eps"],
+            group["weight_decay"],
+            group["lr_decay"],
+            decoupled=bool(self.adagrad_w_mode),
+            maximize=group["maximize"],
+        )
+
+    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
+        launch_adagrad(table, state, limit, skips=skips)
+
+    def _reference(
+        self, rows: Rows, rule: AdagradRule, state: ops.StepState | None, limit: float | None, *, skips: bool
+    ) -> None:
+        gradients, parameters, (sums,), (steps,), copies = rows
+        adagrad_reference(
+            gradients, parameters, sums, steps, rule, copies=copies, state=state, limit=limit, skips=skips
+        )

@@ -1,0 +1,222 @@
+"""LARC: a learning rate for each layer, around any optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.ops.larc import LarcRule, larc_reference, launch_larc
+from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.optimizers.rows import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["LARC"]
+
+
+class LARC(Optimizer):
+    """Rewrites the gradients of ``optimizer``, then steps it: each layer's rate follows the ratio of its norms.
+
+    The rate of a layer is ``trust_coefficient * |weight| / (|gradient| + weight_decay * |weight| + eps)``; with ``clip`` the
+    smaller of that and ``lr``, else (LARS) that times ``lr``.  Weight decay is part of it, so ``optimizer`` sees none during its
+    step.  A layer whose weights or gradients are all zeros keeps its gradient, without weight decay.  ``.grad`` is rewritten in
+    place; the host reads nothing.
+
+    It is an ``Optimizer`` for schedulers and scalers; groups, state and whatever else it does not have are those of ``optim``.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = LARC(torch.optim.SGD([weight], lr=0.1), trust_coefficient=0.02)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9800, 0.9800, 0.9800, 0.9800])
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"LARC wraps an optimizer, got {type(optimizer).__name__}; build one first: LARC(FusedSGD(parameters, lr=0.1))"
+            )
+        if isinstance(optimizer, (LARC, torch.optim.LBFGS)):
+            raise ConfigError(
+                f"LARC cannot wrap {type(optimizer).__name__}, which has gradients of its own making; wrap FusedSGD, or another "
+                "optimizer that reads each gradient once a step"
+            )
+        for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
+            if not value >= 0:
+                raise ConfigError(f"LARC got {name}={value!r}; it has to be 0 or more")
+        # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
+        self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._parts: list[Part] | None = None
+        self._known: list[tuple[int, int]] = []
+        self._own_state: ops.StepState | None = None
+        super().__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # while being unpickled
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step`` reads ``found_inf`` on the device, which it can where ``optim`` does.
+
+        torch's fused SGD leaves momentum buffers uninitialised where the first step is skipped.
+        """
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False)) and not isinstance(self.optim, SGD)
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Rewrites the gradients and steps ``optim``; returns what ``closure`` (forward and backward, called once) returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self._from_grad_scaler()
+        self._gather_own()
+        for part in self._parts or ():
+            own = None if state is None else state.seen_from(part.device)
+            if part.table is not None:
+                launch_larc(part.table, own)
+                continue
+            for index, group in enumerate(self.param_groups):
+                rows = part.of_group(index)
+                larc_reference(rows.gradients, rows.parameters, self._rule(group), state=own)
+        with self._without_weight_decay(), self._flag_handed_on(state):
+            self.optim.step()
+        return loss
+
+    def gather(self) -> None:
+        """Brings what has changed (lr, addresses) to the device: a step does it, a replay of a captured one needs it before."""
+        self._gather_own()
+        if isinstance(self.optim, FusedOptimizer):
+            with self._without_weight_decay():
+                self.optim.gather()
+
+    def _gather_own(self) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        if any(one is not None and one.layout is not torch.strided for one in gradients):
+            raise UnsupportedError("LARC got a sparse gradient; use sparse=False in the embedding")
+        known = [(id(parameter), parameter.data_ptr()) for parameter in parameters]
+        if self._parts is None or known != self._known:
+            self._parts, self._known = self._build(parameters), known
+        rules = [self._rule(group).scalars() for group in self.param_groups]
+        for part in self._parts:
+            part.refresh(part.take(gradients), trust=True)
+            if part.table is not None:
+                part.table.set_scalars(rules)
+
+    def _build(self, parameters: list[Tensor]) -> list[Part]:
+        """One part a device, of all parameters."""
+        groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        places: dict[torch.device, list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            places.setdefault(parameter.device, []).append(place)
+        return [
+            Part(
+                device,
+                own,
+                [groups[place] for place in own],
+                parameters=[parameters[place] for place in own],
+                states=[],
+                cells=[],
+                copies=[None for _ in own],
+                flags=None,
+            )
+            for device, own in places.items()
+        ]
+
+    def _rule(self, group: dict[str, Any]) -> LarcRule:
+        return LarcRule(group["lr"], group.get("weight_decay", 0.0), self.trust_coefficient, self.eps, self.clip)
+
+    @contextlib.contextmanager
+    def _without_weight_decay(self) -> Iterator[None]:
+        decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
+        for group, _ in decays:
+            group["weight_decay"] = 0.0
+        try:
+            yield
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
+
+    def _from_grad_scaler(self) -> ops.StepState | None:
+        """What torch's GradScaler, or a Precision, hands over in attributes that exist for the length of the step."""
+        found_inf: Tensor | None = self.__dict__.get("found_inf")
+        scale: Tensor | None = self.__dict__.get("grad_scale")
+        given = found_inf if found_inf is not None else scale
+        if given is None:
+            return None
+        if self._own_state is None or self._own_state.words.device != given.device:
+            self._own_state = ops.StepState.on(given.device)
+        state = self._own_state
+        state.found_inf.copy_(torch.zeros_like(state.found_inf) if found_inf is None else found_inf.reshape(()))
+        state.multiplier.copy_(torch.ones_like(state.multiplier) if scale is None else scale.reshape(()).reciprocal())
+        return state
+
+    @contextlib.contextmanager
+    def _flag_handed_on(self, state: ops.StepState | None) -> Iterator[None]:
+        """Lets ``optim`` skip too; the gradients are unscaled by now."""
+        if state is None:
+            yield
+            return
+        inner: Any = self.optim
+        inner.grad_scale, inner.found_inf = None, state.found_inf
+        try:
+            yield
+        finally:
+            del inner.grad_scale, inner.found_inf
+
+    # -- what belongs to the wrapped optimizer ---------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forgets the gradients, or zeroes them; None means what ``optim`` does by itself."""
+        if set_to_none is None:
+            self.optim.zero_grad()
+        else:
+            self.optim.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters to ``optim``."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of ``optim``: LARC has none."""
+        state: dict[str, Any] = self.optim.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives ``optim`` its state back."""
+        self.optim.load_state_dict(state_dict)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Calls ``hook`` before the state of ``optim`` is taken."""
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Calls ``hook`` after the state of ``optim`` was taken."""
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Calls ``hook`` before state is given back to ``optim``."""
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Calls ``hook`` after state was given back to ``optim``."""
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)

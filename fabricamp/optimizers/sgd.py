@@ -1,0 +1,136 @@
+"""SGD with momentum in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim.optimizer import required
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.sgd import SgdRule, launch_sgd, sgd_reference
+from fabricamp.optimizers.base import FusedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp import ops
+    from fabricamp.ops.table import Table
+    from fabricamp.optimizers.rows import Part, Rows
+
+__all__ = ["FusedSGD"]
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, dampening, Nesterov's momentum, and weight decay before or after momentum.
+
+    ``lr`` has no default, but each group may bring its own.  ``materialize_master_grads`` is accepted and plays no role: the step
+    reads half gradients where they are.  A parameter has a ``momentum_buffer`` where its group has momentum, and the first
+    gradient in it is not dampened, whichever step that is.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
+    >>> weight.sum().backward(); optimizer.step(); optimizer.step()
+    >>> weight.data
+    tensor([0.7100, 0.7100])
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    cell_names: ClassVar[tuple[str, ...]] = ("buffer_filled",)
+    options: ClassVar[tuple[str, ...]] = (
+        *FusedOptimizer.options,
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "most_recent_scale",
+        "scale_set_by_backward",
+    )
+    _moves: tuple[bool, ...] = ()  # which groups have momentum
+    _moving: frozenset[int] = frozenset()  # the ids of their parameters
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not momentum >= 0:
+            raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be 0 or more")
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ConfigError(
+                f"FusedSGD(nesterov=True) needs momentum and no dampening; momentum={momentum!r}, dampening={dampening!r} were given"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        super().__init__(params, defaults)
+
+    def gather(
+        self,
+        gradients: Sequence[Tensor | None] | None = None,
+        copies: Sequence[Tensor | None] | None = None,
+        flags: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Finds what the next step reads and writes; groups may have got momentum since the last one, or lost it."""
+        moves = tuple([group["momentum"] != 0 for group in self.param_groups])
+        if moves != self._moves:
+            self._moves = moves
+            self.forget()
+        super().gather(gradients, copies, flags)
+
+    def _build(self, *arguments: Any) -> list[Part]:
+        groups = [group["params"] for group in self.param_groups if group["momentum"] != 0]
+        self._moving = frozenset([id(parameter) for parameters in groups for parameter in parameters])
+        return super()._build(*arguments)
+
+    def _fill_state(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        if state.get("momentum_buffer") is not None:
+            # From torch or apex, which have a buffer only once it holds a gradient.
+            state.setdefault("buffer_filled", torch.ones((), device=parameter.device))
+        elif id(parameter) in self._moving:
+            state.pop("momentum_buffer", None)
+        else:
+            state["momentum_buffer"] = None
+        super()._fill_state(parameter)
+
+    def _rule(self, group: dict[str, Any]) -> SgdRule:
+        return SgdRule(
+            group["lr"],
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            nesterov=group["nesterov"],
+            decay_after_momentum=self.wd_after_momentum,
+            maximize=group["maximize"],
+        )
+
+    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
+        launch_sgd(table, state, limit, skips=skips)
+
+    def _reference(
+        self, rows: Rows, rule: SgdRule, state: ops.StepState | None, limit: float | None, *, skips: bool
+    ) -> None:
+        gradients, parameters, (buffers,), (filled,), copies = rows
+        sgd_reference(
+            gradients, parameters, buffers, filled, rule, copies=copies, state=state, limit=limit, skips=skips
+        )
