@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -51,11 +52,14 @@ def run_agent(
     sys.stderr.flush()
     with _variables(num_processes, method):
         spec = _worker_spec(num_processes, entrypoint, args)
+        # torch 2.11 has no such argument, and waits for 30 seconds.
+        patient = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
+        options = {"shutdown_timeout": _SHUTDOWN_SECONDS} if patient else {}
         agent = LocalElasticAgent(
             spec,
             DefaultLogsSpecs(log_dir=str(folder / "ranks")),
             start_method="spawn" if method == "script" else method,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
+            **options,
         )
         with _quiet(), _signals(agent) as interrupts:
             try:

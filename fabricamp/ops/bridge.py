@@ -97,6 +97,14 @@ COMPILERS: dict[str, Callable[[str, str, torch.device], Function]] = {"cuda": _w
 """How a kernel of a source text is compiled, by device type; the tests add one for "cpu"."""
 
 
+def _public_current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# Asked for at every launch: 0.1 us this way (which Triton takes too), 9.5 us by the public one.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
+
+
 class Kernel:
     """A compiled kernel of one device, called with tensors, numbers and structures.
 
@@ -120,11 +128,13 @@ class Kernel:
             call = self._lay_out(key)
         if not self._cuda:
             self._function(blocks, threads, call[0], 0)
-        elif torch.cuda.current_device() == self._device.index:
-            self._function(blocks, threads, call[0], torch.cuda.current_stream().cuda_stream)
+            return
+        stream = _current_stream(self._device.index)
+        if torch.cuda.current_device() == self._device.index:
+            self._function(blocks, threads, call[0], stream)
         else:
             with torch.cuda.device(self._device):
-                self._function(blocks, threads, call[0], torch.cuda.current_stream().cuda_stream)
+                self._function(blocks, threads, call[0], stream)
 
     def _lay_out(self, key: tuple[Any, ...]) -> tuple[int, Any]:
         if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory

@@ -81,8 +81,9 @@ def lamb(
         return
     if not runs_kernels(parameters[0].device):
         norm = lamb_norm(gradients, parameters, state, limit) if rule.max_norm > 0 else None
-        own = {"copies": copies, "state": state, "limit": limit, "norm": norm}
-        lamb_reference(gradients, parameters, averages, squares, steps, rule, **own)
+        lamb_reference(
+            gradients, parameters, averages, squares, steps, rule, copies=copies, state=state, limit=limit, norm=norm
+        )
         return
     columns = (gradients, parameters, averages, squares, copies or [None] * len(parameters))
     table = Table(columns, cells=(steps,), device=parameters[0].device)
@@ -140,7 +141,8 @@ def lamb_norm(
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     values = prepared(gradients, widened(parameters), state, limit)
-    return torch.linalg.vector_norm(torch.stack([one.double() for one in torch._foreach_norm(values)]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in torch._foreach_norm(values)]))
+    return norm
 
 
 @torch.no_grad()

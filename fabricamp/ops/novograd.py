@@ -74,8 +74,7 @@ def novograd(
     if not parameters:
         return
     if not runs_kernels(parameters[0].device):
-        own = {"copies": copies, "state": state, "limit": limit}
-        novograd_reference(gradients, parameters, averages, steps, norms, rule, **own)
+        novograd_reference(gradients, parameters, averages, steps, norms, rule, copies=copies, state=state, limit=limit)
         return
     columns = (gradients, parameters, averages, copies or [None] * len(parameters))
     table = Table(columns, cells=(steps, norms), device=parameters[0].device)
@@ -124,21 +123,23 @@ def novograd_reference(
     unless_skipped(state if skips else None, written, update)
 
 
-def _average_norms(gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor], rule: NovoGradRule) -> None:
-    new = torch.stack([_largest(one) for one in gradients] if rule.largest else torch._foreach_norm(gradients)).double()
-    old, beta = torch.stack(list(norms)).double(), rule.beta2
-    if rule.largest:
-        blended = beta * old + (1 - beta) * new
-    else:
-        blended = (beta * old.square() + (1 - beta) * new.square()).sqrt()
+def _average_norms(
+    gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor], rule: NovoGradRule
+) -> None:
+    power = 1 if rule.largest else 2  # of what is averaged
+    new = torch.stack([one.double() for one in _norms(gradients, largest=rule.largest)])
+    old = torch.stack([one.double() for one in norms])
+    blended = (rule.beta2 * old**power + (1 - rule.beta2) * new**power) ** (1 / power)
     if not rule.from_zero:
         blended = torch.where(torch.stack(list(steps)) == 0, new, blended)
     torch._foreach_copy_(list(norms), list(blended.unbind()))
     torch._foreach_add_(list(steps), 1.0)
 
 
-def _largest(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient, math.inf) if gradient.numel() > 0 else gradient.new_zeros(())
+def _norms(gradients: list[Tensor], *, largest: bool) -> Sequence[Tensor]:
+    if not largest:
+        return torch._foreach_norm(gradients)
+    return [one.abs().amax() if one.numel() > 0 else one.new_zeros(()) for one in gradients]
 
 
 def _step(
@@ -149,7 +150,7 @@ def _step(
     norms: Sequence[Tensor],
     rule: NovoGradRule,
 ) -> None:
-    denominators = torch.stack(list(norms)).double()
+    denominators = torch.stack([one.double() for one in norms])
     sizes = torch.ones_like(denominators) * rule.lr
     if rule.bias_correction:
         denominators = denominators / corrections(steps, rule.beta2).sqrt()

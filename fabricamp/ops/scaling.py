@@ -18,7 +18,6 @@ __all__ = ["finish", "update_scale"]
 _NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
 
 
-@torch.no_grad()
 def finish(
     state: StepState,
     statistics: Tensor,
@@ -38,7 +37,14 @@ def finish(
         run = kernel("finish", "finish", (), device)
         limit = -1.0 if max_norm is None else float(max_norm)
         run(1, 1024, state.words, statistics, statistics.numel(), scale, float(divisor), limit, origin)
-        return
+    else:
+        _finish_reference(state, statistics, scale, divisor, max_norm, origin)
+
+
+@torch.no_grad()
+def _finish_reference(
+    state: StepState, statistics: Tensor, scale: Tensor, divisor: float, max_norm: float | None, origin: int
+) -> None:
     norm = statistics.sum().sqrt()
     finite = torch.isfinite(norm)
     state.norm.copy_(norm)
@@ -54,7 +60,6 @@ def finish(
     state.multiplier.copy_(multiplier)
 
 
-@torch.no_grad()
 def update_scale(
     state: StepState,
     *,

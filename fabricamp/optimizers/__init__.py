@@ -5,5 +5,20 @@ from __future__ import annotations
 from fabricamp.optimizers.adagrad import FusedAdagrad
 from fabricamp.optimizers.adam import FusedAdam
 from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.optimizers.lamb import FusedLAMB
+from fabricamp.optimizers.larc import LARC
+from fabricamp.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
+from fabricamp.optimizers.novograd import FusedNovoGrad
+from fabricamp.optimizers.sgd import FusedSGD
 
-__all__ = ["FusedAdam", "FusedOptimizer", "UnsupportedError"]
+__all__ = [
+    "LARC",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedOptimizer",
+    "FusedSGD",
+    "UnsupportedError",
+]

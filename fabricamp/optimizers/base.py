@@ -37,7 +37,7 @@ class Steering(NamedTuple):
 class FusedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory.
 
-    A subclass names its state (``state_names``: tensors like the parameter; ``cell_names``: one number a parameter), and
+    A subclass names its state (``state_names``: tensors like the parameter; ``cell_names``: one fp32 number a parameter), and
     writes :meth:`_rule`, :meth:`_launch` and :meth:`_reference`.  State is fp32 for half and fp32 parameters, fp64 for fp64 ones.
 
     Alone, ``step()`` reads each ``.grad``.  A Precision steers it instead::
@@ -53,6 +53,8 @@ class FusedOptimizer(Optimizer):
 
     state_names: ClassVar[tuple[str, ...]] = ()
     cell_names: ClassVar[tuple[str, ...]] = ()
+    wide_cells: ClassVar[tuple[str, ...]] = ()
+    """Cells that are as wide as the state: fp64 for fp64 parameters."""
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
     """Attributes that a copy or pickle of the optimizer keeps."""
     _step_supports_amp_scaling = True  # torch's GradScaler then hands its flag over instead of reading it
@@ -187,7 +189,7 @@ class FusedOptimizer(Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=wide, memory_format=torch.preserve_format)
         for name in self.cell_names:
             if name not in state:
-                dtype = torch.float32 if name == "step" else wide
+                dtype = wide if name in self.wide_cells else torch.float32
                 state[name] = torch.zeros((), dtype=dtype, device=parameter.device)
         if self.master_weights and wide != parameter.dtype and "master_param" not in state:
             state["master_param"] = parameter.detach().to(wide)
@@ -297,7 +299,7 @@ class FusedOptimizer(Optimizer):
         for group, before in zip(self.param_groups, own, strict=True):
             for key, value in before.items():
                 group.setdefault(key, value)
-        restore_full_precision(self, seen[0], self.cell_names)
+        restore_full_precision(self, seen[0], [name for name in self.cell_names if name not in self.wide_cells])
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
@@ -76,7 +76,9 @@ class LARC(Optimizer):
 
         torch's fused SGD leaves momentum buffers uninitialised where the first step is skipped.
         """
-        return bool(getattr(self.optim, "_step_supports_amp_scaling", False)) and not isinstance(self.optim, SGD)
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False)) and not isinstance(
+            self.optim, torch.optim.SGD
+        )
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class LARC(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         state = self._from_grad_scaler()
-        self._gather_own()
+        gradients = self._gather_own()
         for part in self._parts or ():
             own = None if state is None else state.seen_from(part.device)
             if part.table is not None:
@@ -97,6 +99,7 @@ class LARC(Optimizer):
             for index, group in enumerate(self.param_groups):
                 rows = part.of_group(index)
                 larc_reference(rows.gradients, rows.parameters, self._rule(group), state=own)
+        torch.autograd.graph.increment_version([one for one in gradients if one is not None])
         with self._without_weight_decay(), self._flag_handed_on(state):
             self.optim.step()
         return loss
@@ -108,7 +111,8 @@ class LARC(Optimizer):
             with self._without_weight_decay():
                 self.optim.gather()
 
-    def _gather_own(self) -> None:
+    def _gather_own(self) -> list[Tensor | None]:
+        """Finds gradients and parameters, and returns the gradients."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
         if any(one is not None and one.layout is not torch.strided for one in gradients):
@@ -121,6 +125,7 @@ class LARC(Optimizer):
             part.refresh(part.take(gradients), trust=True)
             if part.table is not None:
                 part.table.set_scalars(rules)
+        return gradients
 
     def _build(self, parameters: list[Tensor]) -> list[Part]:
         """One part a device, of all parameters."""

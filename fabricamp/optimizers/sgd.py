@@ -67,7 +67,7 @@ class FusedSGD(FusedOptimizer):
             raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be 0 or more")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ConfigError(
-                f"FusedSGD(nesterov=True) needs momentum and no dampening; momentum={momentum!r}, dampening={dampening!r} were given"
+                f"FusedSGD(nesterov=True) needs momentum and no dampening, got momentum={momentum!r}, dampening={dampening!r}"
             )
         defaults = {
             "lr": lr,

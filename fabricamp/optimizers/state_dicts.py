@@ -52,7 +52,7 @@ def restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cel
         for name, value in state_dict["state"].get(key, {}).items():
             if name in cells:
                 number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-                loaded = number.reshape(()).to(parameter.device, torch.float32 if name == "step" else wide, copy=True)
+                loaded = number.reshape(()).to(parameter.device, torch.float32, copy=True)
             elif isinstance(value, Tensor) and value.is_floating_point():
                 loaded = value.detach().to(parameter.device, wide, copy=True)
             else:

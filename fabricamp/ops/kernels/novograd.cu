@@ -108,8 +108,8 @@ template <typename G, typename P, typename M1, typename C> struct NovoGrad {
   M1* averages;
   C* copies;
   Gradient<M> gradient;
-  // Where weight decay and division by the norm come before the average, `after` is 1 and `decay_after` 0; else the reverse.
-  M before, decay_before, after, decay_after, beta1, new1, correction1, lr;
+  // Where the norm divides gradients, `share` is its inverse and `keep` 1; else it is part of `step_size`, and `decay` 0.
+  M share, decay, beta1, new1, keep, step_size;
 
   template <int N> __device__ __forceinline__ void run(int64 i) {
     M g[N], p[N], average[N];
@@ -118,9 +118,9 @@ template <typename G, typename P, typename M1, typename C> struct NovoGrad {
     load<N>(averages + i, average);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      M value = gradient.of(g[j]) / before + decay_before * p[j];
+      M value = gradient.of(g[j]) * share + decay * p[j];
       average[j] = beta1 * average[j] + new1 * value;
-      p[j] -= lr * (average[j] * correction1 / after + decay_after * p[j]);
+      p[j] = keep * p[j] - step_size * average[j];
     }
     store<N>(parameters + i, p);
     store<N>(averages + i, average);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void go(const Table& table, const Chunk& chunk, const
   const double* s = chunk.scalars;
   M step = (M)*cell<const float>(table, chunk, 0);
   // 1 - beta^step without losing what is left of it; a logarithm of -inf stands for no bias correction.
-  M denominator = *cell<const M>(table, chunk, 1) / sqrt(-expm1(step * (M)s[LOG_BETA2])) + (M)s[EPS];
+  M inverse = (M)1 / (*cell<const M>(table, chunk, 1) / sqrt(-expm1(step * (M)s[LOG_BETA2])) + (M)s[EPS]);
   bool inside = s[INSIDE] != 0;
   Body body;
   body.gradients = column<const G>(table, chunk, 0);
@@ -143,14 +143,12 @@ __device__ __forceinline__ void go(const Table& table, const Chunk& chunk, const
   body.averages = column<M1>(table, chunk, 2);
   body.copies = column<C>(table, chunk, 3);
   body.gradient = gradient_of<M>(state, limit);
-  body.before = inside ? denominator : (M)1;
-  body.after = inside ? (M)1 : denominator;
-  body.decay_before = inside ? (M)s[WEIGHT_DECAY] : (M)0;
-  body.decay_after = inside ? (M)0 : (M)s[WEIGHT_DECAY];
+  body.share = inside ? inverse : (M)1;
+  body.decay = inside ? (M)s[WEIGHT_DECAY] : (M)0;
   body.beta1 = (M)s[BETA1];
   body.new1 = (M)s[NEW1];
-  body.correction1 = (M)1 / -expm1(step * (M)s[LOG_BETA1]);
-  body.lr = (M)s[LR];
+  body.keep = inside ? (M)1 : (M)(1.0 - s[LR] * s[WEIGHT_DECAY]);
+  body.step_size = (M)s[LR] / -expm1(step * (M)s[LOG_BETA1]) * (inside ? (M)1 : inverse);
   each<4>(chunk, body);
 }
 

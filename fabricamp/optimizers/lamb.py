@@ -1,0 +1,162 @@
+"""LAMB in two passes: Adam's directions with steps in proportion to the norms of the parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.lamb import LambRule, lamb_norm, lamb_reference, launch_lamb, launch_norm
+from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp import ops
+    from fabricamp.ops.table import Table
+    from fabricamp.optimizers.base import Steering
+    from fabricamp.optimizers.rows import Part, Rows
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB; with ``use_nvlamb`` parameters without weight decay too go as far as their norms say.
+
+    The norm of all gradients, of all groups, is compared with each group's own ``max_grad_norm`` (0 or None: it is not clipped).
+    ``adam_w_mode`` False adds weight decay to the gradient; ``grad_averaging`` False lets a gradient enter its average whole.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedLAMB([weight], lr=0.1)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9000, 0.9000])
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "use_nvlamb")
+    counts: ClassVar[bool] = True
+    """Whether a step counts itself for each parameter."""
+    _measured: tuple[Tensor, float] | None = None  # scale and divisor of the statistics of this step's gradients
+    _norms: dict[torch.device, Tensor] | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        if amsgrad:
+            raise UnsupportedError(f"{name} has no amsgrad; leave it False")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ConfigError(
+                f"{name} got max_grad_norm={max_grad_norm!r}; it has to be more than 0, or 0 or None for no clipping"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+        super().__init__(params, defaults)
+
+    def _rule(self, group: dict[str, Any]) -> LambRule:
+        beta1, beta2 = group["betas"]
+        return LambRule(
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            bias_correction=bool(group["bias_correction"]),
+            decoupled=bool(self.adam_w_mode),
+            grad_averaging=bool(group["grad_averaging"]),
+            max_norm=group["max_grad_norm"] or 0.0,
+            nvlamb=self.use_nvlamb,
+        )
+
+    def gather(
+        self,
+        gradients: Sequence[Tensor | None] | None = None,
+        copies: Sequence[Tensor | None] | None = None,
+        flags: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Finds what the next step reads and writes, as :meth:`FusedOptimizer.gather` says."""
+        self._measured = None
+        super().gather(gradients, copies, flags)
+
+    def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
+        """Returns what ``ops.finish`` takes; the norm that it makes of it serves the clipping here too."""
+        self._measured = scale, divisor
+        return super().statistics(scale, divisor)
+
+    def _prepare(self, steering: Steering) -> None:
+        """Finds the norm of all gradients as this step reads them: what a Precision has measured, or a pass of our own."""
+        self._norms = None
+        if not any(group["max_grad_norm"] for group in self.param_groups):
+            return
+        parts = self._parts or []
+        # Limited values have another norm than the one that was measured.
+        measured = self._measured if steering.state is not None and steering.limit is None else None
+        norms = [self._norm_of(part, steering, measured) for part in parts]
+        if len(parts) > 1 and measured is None:
+            total = torch.linalg.vector_norm(torch.stack([norm.to(parts[0].device) for norm in norms]))
+            norms = [total.to(part.device) for part in parts]
+        self._norms = {part.device: norm for part, norm in zip(parts, norms, strict=True)}
+
+    def _norm_of(self, part: Part, steering: Steering, measured: tuple[Tensor, float] | None) -> Tensor:
+        state = None if steering.state is None else steering.state.seen_from(part.device)
+        if measured is not None:
+            measured = measured[0].to(part.device, non_blocking=True), measured[1]
+        if part.table is not None:
+            return launch_norm(part.table, state, steering.limit, measured)
+        if measured is not None and state is not None:
+            return state.norm.double() * measured[0] * measured[1] * state.multiplier
+        rows = [part.of_group(index) for index in range(len(self.param_groups))]
+        gradients = [one for group in rows for one in group.gradients]
+        parameters = [one for group in rows for one in group.parameters]
+        return lamb_norm(gradients, parameters, state, steering.limit).to(part.device)
+
+    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
+        norm = self._norms[table.device] if self._norms is not None else None
+        launch_lamb(table, state, limit, norm, skips=skips, counts=self.counts)
+
+    def _reference(
+        self, rows: Rows, rule: LambRule, state: ops.StepState | None, limit: float | None, *, skips: bool
+    ) -> None:
+        gradients, parameters, (averages, squares), (steps,), copies = rows
+        norm = self._norms[parameters[0].device] if self._norms is not None and parameters else None
+        lamb_reference(
+            gradients,
+            parameters,
+            averages,
+            squares,
+            steps,
+            rule,
+            copies=copies,
+            state=state,
+            limit=limit,
+            norm=norm,
+            skips=skips,
+            counts=self.counts,
+        )

@@ -1,0 +1,193 @@
+"""LAMB whose learning rate and step live on the device, with masters of half parameters in its own state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from fabricamp.errors import ConfigError
+from fabricamp.optimizers.lamb import FusedLAMB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from fabricamp.optimizers.base import Steering
+    from fabricamp.optimizers.rows import Part
+
+__all__ = ["FusedMixedPrecisionLamb"]
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """LAMB; each group's ``lr`` and ``step`` are fp32 tensors on the device of its parameters.
+
+    A group counts its steps for all its parameters, from ``step`` on.  Parameters of ``reduced_precision_dtype`` have fp32 masters
+    (``param_groups_full_precision``); loading a state restores those, and never casts anything.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedMixedPrecisionLamb([weight], lr=0.5)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data, optimizer.param_groups[0]["step"]
+    (tensor([0.5000, 0.5000]), tensor(1.))
+    """
+
+    options: ClassVar[tuple[str, ...]] = (*FusedLAMB.options, "reduced_precision_dtype", "first_step")
+    counts: ClassVar[bool] = False
+    reduced_precision_dtype: torch.dtype | None = None
+    first_step: int = 0
+    _skip: Tensor | None = None
+    _steps: tuple[Tensor, ...] = ()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        if reduced_precision_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"FusedMixedPrecisionLamb got reduced_precision_dtype={reduced_precision_dtype!r}; it has to be torch.float16, "
+                "torch.bfloat16 or None"
+            )
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self.first_step = step
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """The masters in the places of their parameters, None where there is none (before the first step, and for others)."""
+        return [
+            {"params": [self.state.get(parameter, {}).get("master_param") for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, mid-training too, with ``lr`` and ``step`` of their own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("step", self.first_step)
+        _settle(group, copies=True)
+
+    def gather(
+        self,
+        gradients: Sequence[Tensor | None] | None = None,
+        copies: Sequence[Tensor | None] | None = None,
+        flags: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Finds what the next step reads and writes, as :meth:`FusedOptimizer.gather` says."""
+        steps = [group["step"] for group in self.param_groups]
+        if len(steps) != len(self._steps) or any(one is not own for one, own in zip(steps, self._steps, strict=True)):
+            self.forget()  # somebody has set them
+        super().gather(gradients, copies, flags)
+
+    def _build(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        copies: Sequence[Tensor | None] | None,
+        flags: Sequence[Tensor | None] | None,
+    ) -> list[Part]:
+        given = iter(gradients)
+        for group in self.param_groups:
+            _settle(group)
+            for parameter, gradient in zip(group["params"], given, strict=False):
+                if gradient is not None or self.state.get(parameter):
+                    self.state[parameter]["step"] = group["step"]
+        self._steps = tuple(group["step"] for group in self.param_groups)
+        return super()._build(parameters, gradients, copies, flags)
+
+    def _fill_state(self, parameter: Tensor) -> None:
+        super()._fill_state(parameter)
+        if parameter.dtype == self.reduced_precision_dtype and "master_param" not in self.state[parameter]:
+            self.state[parameter]["master_param"] = parameter.detach().float()
+
+    def _prepare(self, steering: Steering) -> None:
+        self._skip = steering.state.found_inf if steering.state is not None and steering.skips else None
+        super()._prepare(steering)
+
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
+        """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned.
+
+        ``grad_scaler`` is torch's: its scale and its verdict on the gradients are read on the device.
+        """
+        if grad_scaler is None or not grad_scaler.is_enabled():
+            return self._step_and_count(closure)
+        if closure is not None:
+            raise ConfigError(
+                "FusedMixedPrecisionLamb.step got a closure and a grad_scaler; a GradScaler allows no closure"
+            )
+        self.found_inf, self.grad_scale = self._verdict_of(grad_scaler)
+        try:
+            return self._step_and_count(None)
+        finally:
+            del self.found_inf, self.grad_scale
+
+    def _verdict_of(self, grad_scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor | None]:
+        """Whether a gradient is not finite, and what all are still multiplied by (None: unscaled already)."""
+        own = grad_scaler._per_optimizer_states[id(self)]  # torch hands itself over for exactly this
+        unscaled = own["stage"] is OptState.UNSCALED
+        if not unscaled:
+            grad_scaler._check_inf_per_device(self)
+        scale = grad_scaler._get_scale_async()
+        assert scale is not None
+        flags = [flag.to(scale.device, non_blocking=True) for flag in own["found_inf_per_device"].values()]
+        found_inf = torch.stack(flags).amax() if flags else torch.zeros_like(scale)
+        return found_inf, None if unscaled else scale
+
+    @torch.no_grad()
+    def _step_and_count(self, closure: Callable[[], Any] | None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            if self._skip is None:
+                group["step"].add_(1.0)
+            else:
+                group["step"].add_(self._skip.to(group["step"].device, non_blocking=True) == 0)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back its own state, FusedLAMB's, or apex's; ``lr`` and ``step`` go into the tensors that are there."""
+        own = [(group["lr"], group["step"]) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, given, (lr, step) in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
+            counts = [self.state[one]["step"] for one in group["params"] if self.state.get(one)]
+            saved = torch.stack(counts).amax() if counts else self.first_step
+            step.copy_(torch.as_tensor(given.get("step", saved)).reshape(()))
+            lr.copy_(torch.as_tensor(group["lr"]).reshape(()))
+            group["lr"], group["step"] = lr, step
+
+
+def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
+    """Makes ``lr`` and ``step`` of a group fp32 tensors on its parameters' device; ``copies``: tensors of its own."""
+    devices = {parameter.device for parameter in group["params"]}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"FusedMixedPrecisionLamb got a group with parameters on {', '.join(sorted(map(str, devices)))}; "
+            "its lr and step are on one device: make one group a device"
+        )
+    for name in ("lr", "step"):
+        number = torch.as_tensor(group[name]).detach().reshape(())
+        group[name] = number.to(next(iter(devices), number.device), torch.float32, copy=copies)

@@ -1,0 +1,144 @@
+"""NovoGrad in two passes: momentum of gradients over a running average of their norms."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.ops.novograd import NovoGradRule, launch_novograd, novograd_reference
+from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from fabricamp import ops
+    from fabricamp.ops.table import Table
+    from fabricamp.optimizers.rows import Rows
+
+__all__ = ["FusedNovoGrad"]
+
+_LARGEST: Final = {2: False, 0: True, math.inf: True}
+"""Whether a norm is the largest absolute value, by ``norm_type``."""
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: each gradient is divided by a running average of its own norm (``exp_avg_norm`` in the state).
+
+    ``norm_type`` is 2, or 0 (``math.inf`` too) for the largest absolute value.  With ``reg_inside_moment`` that division, and
+    weight decay, come before the running average of gradients, else after it.  ``grad_averaging`` False lets a gradient enter
+    that average whole.  The norm's average starts at the first norm, or with ``init_zero`` at 0.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedNovoGrad([weight], lr=0.1, bias_correction=False, grad_averaging=False)
+    >>> (3 * weight[0] + 4 * weight[1]).backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9400, 0.9200])
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    cell_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg_norm")
+    wide_cells: ClassVar[tuple[str, ...]] = ("exp_avg_norm",)
+    options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "moment_mode")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: float = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError("FusedNovoGrad has no amsgrad; leave it False")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        self.moment_mode = 0 if reg_inside_moment else 1
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, mid-training too."""
+        norm_type = param_group.get("norm_type", self.defaults["norm_type"])
+        if norm_type not in _LARGEST:
+            raise ConfigError(
+                f"FusedNovoGrad got norm_type={norm_type!r}; it has the norms 2 and 0 (the largest absolute value)"
+            )
+        super().add_param_group(param_group)
+
+    def _rule(self, group: dict[str, Any]) -> NovoGradRule:
+        beta1, beta2 = group["betas"]
+        return NovoGradRule(
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            bias_correction=bool(group["bias_correction"]),
+            inside=self.moment_mode == 0,
+            grad_averaging=bool(group["grad_averaging"]),
+            largest=_LARGEST[group["norm_type"]],
+            from_zero=bool(group["init_zero"]),
+        )
+
+    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
+        launch_novograd(table, state, limit, skips=skips)
+
+    def _reference(
+        self, rows: Rows, rule: NovoGradRule, state: ops.StepState | None, limit: float | None, *, skips: bool
+    ) -> None:
+        gradients, parameters, (averages,), (steps, norms), copies = rows
+        novograd_reference(
+            gradients, parameters, averages, steps, norms, rule, copies=copies, state=state, limit=limit, skips=skips
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back its own state, or apex's, which has the norms of a group in two lists; never cast to half."""
+        groups, state = [], dict(state_dict["state"])
+        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            group = dict(given)
+            lists = group.pop("exp_avg_sq", None)
+            if lists is not None:
+                holders = [pair for pair in zip(given["params"], own["params"], strict=False) if state.get(pair[0])]
+                for (key, _), norm in zip(holders, _in_order(lists, [one for _, one in holders]), strict=True):
+                    state[key] = {**state[key], "exp_avg_norm": norm}
+            groups.append(group)
+        groups += state_dict["param_groups"][len(groups) :]  # too many: refused by torch, in its words
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+
+def _in_order(lists: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    """Returns the norms of apex's lists, those of fp16 parameters and those of fp32 ones, in the order of ``parameters``."""
+    halves, singles = ([*norms.flatten().unbind()] for norms in lists)
+    if len(halves) + len(singles) != len(parameters):
+        raise CheckpointError(
+            f"a group's exp_avg_sq has {len(halves) + len(singles)} norms for {len(parameters)} parameters with state; "
+            "the file is not whole, or belongs to another model"
+        )
+    if halves and singles and len(halves) != sum(one.dtype == torch.float16 for one in parameters):
+        raise CheckpointError(
+            f"a group's exp_avg_sq has norms of {len(halves)} fp16 parameters; cast the model as it was when the state was saved"
+        )
+    if not halves or not singles:
+        return halves + singles
+    norms = {True: iter(halves), False: iter(singles)}
+    return [next(norms[one.dtype == torch.float16]) for one in parameters]
