@@ -54,7 +54,7 @@ def run_agent(
         spec = _worker_spec(num_processes, entrypoint, args)
         # torch 2.11 has no such argument, and waits for 30 seconds.
         patient = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
-        options = {"shutdown_timeout": _SHUTDOWN_SECONDS} if patient else {}
+        options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if patient else {}
         agent = LocalElasticAgent(
             spec,
             DefaultLogsSpecs(log_dir=str(folder / "ranks")),
