@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from fabricamp.optimizers import FusedAdam
+from fabricamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 
@@ -74,45 +74,73 @@ CASES: dict[str, Case] = {
         fused=True,
         floor=28,  # reads p, g, m, v; writes p, m, v
     ),
+    "lamb": Case(
+        ours=lambda p: FusedLAMB(p, lr=1e-4),
+        torchs=None,
+        fused=False,
+        floor=44,  # reads g for the norm of all; reads p, g, m, v, writes m, v; reads p, m, v, writes p
+    ),
+    "novograd": Case(
+        ours=lambda p: FusedNovoGrad(p, lr=1e-4, weight_decay=0.01),
+        torchs=None,
+        fused=False,
+        floor=24,  # reads g for the norms; reads p, g, m, writes p, m
+    ),
 }
 
 
 class Result(NamedTuple):
+    """Medians of one row."""
+
     gpu_ms: float
     wall_ms: float
     host_us: float | None
 
 
-def measure(step: Callable[[], object], repeat: int) -> Result:
-    for _ in range(6):
+def nothing() -> None:
+    pass
+
+
+def behind_a_sleep(step: Callable[[], object], prepare: Callable[[], object]) -> tuple[float, float | None]:
+    """GPU ms of a step, and host us (None where it waits): two steps, since one may read what became of the one before the last."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    for _ in range(3):
+        prepare()
         step()
     torch.cuda.synchronize()
-    cycles = int(2e8)
-    gpu, host, wall = [], [], []
-    for _ in range(5):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        slept = torch.cuda.Event()
-        torch.cuda._sleep(cycles)
-        slept.record()
-        first.record()
+    torch.cuda._sleep(int(2e8))
+    events[0].record()
+    events[1].record()
+    host = 0.0
+    for _ in range(2):
+        prepare()
         started = time.perf_counter()
-        for _ in range(2):  # no more: a step may read what became of the one before the last
-            step()
-        issued = time.perf_counter() - started
-        waited = slept.query()
-        last.record()
-        torch.cuda.synchronize()
-        gpu.append(first.elapsed_time(last) / 2)
-        host.append(None if waited else issued / 2 * 1e6)
+        step()
+        host += time.perf_counter() - started
+    waited = events[0].query()
+    events[2].record()
+    torch.cuda.synchronize()
+    return events[1].elapsed_time(events[2]) / 2, None if waited else host / 2 * 1e6
+
+
+def measure(step: Callable[[], object], repeat: int, prepare: Callable[[], object] = nothing) -> Result:
+    """Times ``step``; ``prepare``, what comes before each (backward puts gradients in place), is not host time of it."""
+    for _ in range(6):
+        prepare()
+        step()
+    asleep = [behind_a_sleep(step, prepare) for _ in range(9)]
+    wall = []
     for _ in range(5):
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(repeat):
+            prepare()
             step()
         torch.cuda.synchronize()
         wall.append((time.perf_counter() - started) / repeat * 1e3)
-    told = [one for one in host if one is not None]
-    return Result(statistics.median(gpu), statistics.median(wall), statistics.median(told) if len(told) == 5 else None)
+    host = [one for _, one in asleep if one is not None]
+    gpu = statistics.median(one for one, _ in asleep)
+    return Result(gpu, statistics.median(wall), statistics.median(host) if len(host) == len(asleep) else None)
 
 
 def copy_bandwidth() -> float:
@@ -124,6 +152,8 @@ def copy_bandwidth() -> float:
 
 
 class Weights(nn.Module):
+    """A module of given shapes."""
+
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
         generator = torch.Generator("cuda").manual_seed(0)
@@ -158,13 +188,15 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
     loss = torch.ones((), device="cuda")
     clip = Clip(1.0)
 
-    def step() -> None:
-        for holder, gradient in zip(holders, gradients, strict=True):  # backward would have put them there
+    def backward() -> None:
+        for holder, gradient in zip(holders, gradients, strict=True):
             holder.grad = gradient
+
+    def step() -> None:
         precision.step(optimizer, clip=clip)
         precision.close_window(loss)
 
-    return measure(step, repeat)
+    return measure(step, repeat, backward)
 
 
 def with_grad_scaler(case: Case, shapes: list[tuple[int, ...]], repeat: int, *, clip: bool) -> Result:
@@ -215,8 +247,8 @@ def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
     return rows
 
 
-# Bytes a parameter over the step's own floor: the gradients once more, half gradients instead of fp32, the half copy.
-EXTRA = {"O1": 4, "O2": 2 - 2 + 2, "O5": 2 - 2 + 2}
+# Bytes a parameter over the step's own floor.  O1 reads its gradients twice.  O2 and O5 do so too, in half, and write a half copy.
+EXTRA = {"O1": 4, "O2": 2, "O5": 2}
 
 
 def table(name: str, kind: str, rows: dict[str, Result], elements: int, floor: int, bandwidth: float) -> list[dict]:

@@ -72,7 +72,6 @@ def launch_adagrad(table: Table, state: StepState | None, limit: float | None, *
     table.launch("adagrad", "adagrad", words, -1.0 if limit is None else float(limit), int(skips))
 
 
-@torch.no_grad()
 def adagrad_reference(
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -85,7 +84,7 @@ def adagrad_reference(
     limit: float | None = None,
     skips: bool = True,
 ) -> None:
-    """What :func:`adagrad` does, with the bits of torch's Adagrad(foreach=True) where that can do the same."""
+    """What :func:`adagrad` does, with the bits of torch's Adagrad(foreach=True); to be called without gradient mode."""
     if not parameters:
         return
     lr = float(rule.lr)
@@ -102,7 +101,9 @@ def adagrad_reference(
         torch._foreach_addcmul_(totals, values, values, value=1)
         roots = list(torch._foreach_sqrt(totals))
         torch._foreach_add_(roots, rule.eps)
-        torch._foreach_addcdiv_(wide, torch._foreach_mul(values, [-rate for rate in rates]), roots)
+        if isinstance(rates[0], torch.Tensor):
+            values, rates = list(torch._foreach_mul(values, rates)), [1.0] * len(values)
+        torch._foreach_addcdiv_(wide, values, roots, [-rate for rate in rates])
         rounded(totals, sums)
         rounded(wide, parameters)
         if copies is not None:

@@ -77,50 +77,52 @@ def update_scale(
     An overflow takes one off ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below ``minimum``.  After
     ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.  The first of
     several overflows in a row leaves window, ``loss`` (fp32), scale and chunk in ``first_*``.  The struct is recorded in row
-    ``window % len(ring)`` of ``ring``, which may be pinned host memory, with the window's own ``finite``.
+    ``window % len(ring)`` of ``ring``, on its device, with the window's own ``finite``.
     """
     device = state.words.device
     if runs_kernels(device):
         run = kernel("finish", "update_scale", (), device)
-        slots = 0 if ring is None else len(ring)
+        slots = 0 if ring is None else ring.shape[0]
         rule = float(growth_factor), float(backoff_factor), growth_interval, float(minimum), float(maximum), hysteresis
         run(1, 32, state.words, loss, ring, slots, *rule)
         return
-    if loss is not None:
-        state.loss.copy_(loss.reshape(()))
-    slot = (state.applied + state.skipped) % len(ring) if ring is not None else None
-    applied = state.finite.clone()
-    skipped = 1 - applied
-    first = skipped.bool() & (state.streak == 0)
-    for name, value in (
-        ("first_window", state.applied + state.skipped),
+    with torch.no_grad():
+        if loss is not None:
+            state.loss.copy_(loss.reshape(()))
+        window = state.applied + state.skipped
+        _count(state, window)
+        grown = (state.scale * growth_factor).clamp_(max=maximum)
+        backed_off = (state.scale * backoff_factor).clamp_(min=minimum)
+        _move_scale(state, grown, backed_off, growth_interval, hysteresis)
+        if ring is not None:
+            ring[window.long() % len(ring)] = state.words
+        state.finite.fill_(1)
+
+
+def _count(state: StepState, window: Tensor) -> None:
+    """Counts the window, and keeps what was seen at the first of several that are skipped in a row."""
+    first = (state.finite == 0) & (state.streak == 0)
+    seen = (
+        ("first_window", window),
         ("first_loss", state.loss),
         ("first_scale", state.scale),
         ("first_chunk", state.bad_chunk),
-    ):
+    )
+    for name, value in seen:
         latched: Tensor = getattr(state, name)
         latched.copy_(torch.where(first, value, latched))
-    state.streak.add_(1).mul_(skipped)
+    state.streak.add_(1).mul_(1 - state.finite)
     state.bad_chunk.fill_(-1)
-    state.applied.add_(applied)
-    state.skipped.add_(skipped)
-    left = (state.hysteresis - skipped).clamp_(min=0)
-    growth = (state.growth + 1) * applied
+    state.applied.add_(state.finite)
+    state.skipped.add_(1 - state.finite)
+
+
+def _move_scale(state: StepState, grown: Tensor, backed_off: Tensor, growth_interval: int, hysteresis: int) -> None:
+    applied = state.finite > 0
+    left = (state.hysteresis - 1).clamp_(min=0)
+    growth = (state.growth + 1) * state.finite
     grows = growth >= growth_interval
-    grown = (state.scale * growth_factor).clamp_(max=maximum)
-    backed_off = (state.scale * backoff_factor).clamp_(min=minimum)
     scale = torch.where(grows, grown, state.scale)
-    state.scale.copy_(torch.where((skipped > 0) & (left == 0), backed_off, scale))
+    state.scale.copy_(torch.where(~applied & (left == 0), backed_off, scale))
     state.growth.copy_(growth * ~grows)
-    state.hysteresis.copy_(torch.where(applied > 0, hysteresis, left))
-    if ring is not None and slot is not None:
-        _record(ring, slot, state)
-    state.finite.fill_(1)
-
-
-def _record(ring: Tensor, slot: Tensor, state: StepState) -> None:
-    if ring.device == state.words.device:
-        ring[slot.long()] = state.words
-    else:  # pinned memory: every row, since the host does not know which one without waiting
-        rows = torch.arange(len(ring), device=slot.device).eq(slot).unsqueeze(1)
-        ring.copy_(torch.where(rows, state.words, ring.to(slot.device, non_blocking=True)), non_blocking=True)
+    state.hysteresis.copy_(torch.where(applied, hysteresis, left))

@@ -75,7 +75,6 @@ def launch_sgd(table: Table, state: StepState | None, limit: float | None, *, sk
     table.launch("sgd", "sgd", words, -1.0 if limit is None else float(limit), int(skips))
 
 
-@torch.no_grad()
 def sgd_reference(
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -88,7 +87,7 @@ def sgd_reference(
     limit: float | None = None,
     skips: bool = True,
 ) -> None:
-    """What :func:`sgd` does, in torch's own operations."""
+    """What :func:`sgd` does, in torch's own operations; to be called without gradient mode."""
     if not parameters:
         return
     lr = float(rule.lr)
@@ -98,11 +97,12 @@ def sgd_reference(
         wide, moved = widened(parameters), widened(moving)
         values = prepared(gradients, wide, state, limit, negate=rule.maximize)
         if rule.weight_decay != 0 and not rule.decay_after_momentum:
-            values = list(torch._foreach_add(values, wide, alpha=rule.weight_decay))
+            values = _plus(values, wide, rule.weight_decay, gradients)
         if rule.momentum != 0:
-            values = _with_momentum(values, moved, filled, rule)
+            _move(moved, values, filled, rule)
+            values = _plus(values, moved, rule.momentum, gradients) if rule.nesterov else moved
         if rule.weight_decay != 0 and rule.decay_after_momentum:
-            values = list(torch._foreach_add(values, wide, alpha=rule.weight_decay))
+            values = _plus(values, wide, rule.weight_decay, [*gradients, *moved])
         torch._foreach_add_(wide, values, alpha=-lr)
         rounded(moved, moving)
         rounded(wide, parameters)
@@ -113,10 +113,17 @@ def sgd_reference(
     unless_skipped(state if skips else None, written, update)
 
 
-def _with_momentum(
-    values: list[Tensor], buffers: list[Tensor], filled: Sequence[Tensor], rule: SgdRule
-) -> list[Tensor]:
-    """Moves the buffers in torch's own order of operations, so that its SGD with ``foreach=True`` has equal bits."""
+def _plus(values: list[Tensor], others: list[Tensor], times: float, keep: Sequence[Tensor]) -> list[Tensor]:
+    """Returns ``values + times * others``, in the memory of ``values`` unless one of them has to be kept."""
+    kept = set(map(id, keep))
+    if any(id(value) in kept for value in values):
+        return list(torch._foreach_add(values, others, alpha=times))
+    torch._foreach_add_(values, others, alpha=times)
+    return values
+
+
+def _move(buffers: list[Tensor], values: list[Tensor], filled: Sequence[Tensor], rule: SgdRule) -> None:
+    """Takes the gradients in, in torch's own order of operations, so that its SGD with ``foreach=True`` has equal bits."""
     on_host = filled[0].device.type == "cpu"
     before: list[Any] = [one.item() for one in filled] if on_host else list(filled)
     torch._foreach_mul_(buffers, rule.momentum)
@@ -127,4 +134,3 @@ def _with_momentum(
         torch._foreach_add_(buffers, torch._foreach_mul(values, shares))
     if not (on_host and all(before)):
         torch._foreach_clamp_min_(list(filled), 1.0)
-    return list(torch._foreach_add(values, buffers, alpha=rule.momentum)) if rule.nesterov else buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -62,8 +63,7 @@ class FusedOptimizer(Optimizer):
     set_grad_none = True
     master_weights = False
     _parts: list[Part] | None = None
-    _known: tuple[Any, ...] = ()  # what the parts were built from
-    _flags: Sequence[Tensor | None] | None = None  # kept, so that its id stays its own
+    _known: _Known | None = None
     _explicit = False
     _steering: Steering | None = None
     _own_state: ops.StepState | None = None
@@ -101,18 +101,23 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         """Finds what the next step reads and writes, one entry a parameter in the order of ``param_groups``.
 
-        ``gradients`` None: each parameter's ``.grad``.  ``copies``: tensors that get the rounded parameters in the same pass.
-        ``flags``: fp32 numbers in device memory, 0 where the parameter takes no part after all; the same list each time.
+        ``gradients`` None: each parameter's ``.grad``; a tuple that comes again is taken to be the same memory.  ``copies``:
+        tensors that get the rounded parameters in the same pass.  ``flags``: fp32 numbers in device memory, 0 where the parameter
+        takes no part after all.  Give the same list of these each time.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         explicit = gradients is not None
         if gradients is None:
             gradients = [parameter.grad for parameter in parameters]
-        known = _identity(parameters, copies, flags)
-        parts = self._parts
-        if parts is None or known != self._known or self._has_newcomer(parts, gradients):
+        parts, known = self._parts, self._known
+        if (
+            parts is None
+            or known is None
+            or not known.holds(parameters, copies, flags)
+            or self._has_newcomer(gradients)
+        ):
             parts = self._parts = self._build(parameters, gradients, copies, flags)
-            self._known, self._flags = known, flags
+            self._known = _Known(parameters, copies, flags)
         rules = [self._rule(group).scalars() for group in self.param_groups]
         for part in parts:
             self._refresh(part, part.take(gradients), trust=explicit == self._explicit)
@@ -120,14 +125,15 @@ class FusedOptimizer(Optimizer):
                 part.table.set_scalars(rules)
         self._explicit = explicit
 
-    def _has_newcomer(self, parts: list[Part], gradients: Sequence[Tensor | None]) -> bool:
+    def _has_newcomer(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether a parameter without a row has a gradient now."""
-        if sum(len(part.places) for part in parts) == len(gradients):
+        parts = self._parts or ()
+        if sum([len(part.places) for part in parts]) == len(gradients):
             return False
         members = {place for part in parts for place in part.places}
         return any(one is not None and place not in members for place, one in enumerate(gradients))
 
-    def _refresh(self, part: Part, gradients: list[Tensor | None], *, trust: bool) -> None:
+    def _refresh(self, part: Part, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
         try:
             part.refresh(gradients, trust=trust)
         except RuntimeError:  # a sparse one has no address
@@ -194,7 +200,6 @@ class FusedOptimizer(Optimizer):
         if self.master_weights and wide != parameter.dtype and "master_param" not in state:
             state["master_param"] = parameter.detach().to(wide)
 
-    @torch.no_grad()
     def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
         """Returns what ``ops.finish`` takes: sums of squares of the gathered gradients divided by ``scale * divisor``."""
         pieces = [part.statistics(scale, divisor) for part in self._parts or ()]
@@ -236,9 +241,12 @@ class FusedOptimizer(Optimizer):
             if part.table is not None:
                 self._launch(part.table, state, steering.limit, skips=steering.skips)
                 part.mark_written()
-                continue
-            for index, group in enumerate(self.param_groups):
-                self._reference(part.of_group(index), self._rule(group), state, steering.limit, skips=steering.skips)
+            else:
+                for index, group in enumerate(self.param_groups):
+                    self._reference(
+                        part.of_group(index), self._rule(group), state, steering.limit, skips=steering.skips
+                    )
+            part.release()
         return loss
 
     def _from_grad_scaler(self) -> ops.StepState | None:
@@ -310,14 +318,30 @@ class FusedOptimizer(Optimizer):
         self.forget()
 
 
-def _identity(
-    parameters: Sequence[Tensor], copies: Sequence[Tensor | None] | None, flags: Sequence[Tensor | None] | None
-) -> tuple[Any, ...]:
-    """What has to be the same for rows to stay as they are: the parameters as objects, and all memory."""
-    others = [
-        [0 if one is None else one.data_ptr() for one in column] for column in (copies, flags) if column is not None
-    ]
-    return (list(map(id, parameters)), list(map(Tensor.data_ptr, parameters)), flags is None, *others)
+class _Known:
+    """What rows were built from: they stay as they are while the parameters are the same objects in the same memory."""
+
+    def __init__(
+        self, parameters: list[Tensor], copies: Sequence[Tensor | None] | None, flags: Sequence[Tensor | None] | None
+    ) -> None:
+        self._parameters = parameters
+        self._pointers = [parameter.data_ptr() for parameter in parameters]
+        self._copies = copies
+        self._copied = [one for one in copies or () if one is not None]
+        self._copied_pointers = [one.data_ptr() for one in self._copied]
+        self._flags = flags
+
+    def holds(
+        self, parameters: list[Tensor], copies: Sequence[Tensor | None] | None, flags: Sequence[Tensor | None] | None
+    ) -> bool:
+        return (
+            copies is self._copies
+            and flags is self._flags
+            and len(parameters) == len(self._parameters)
+            and all(map(operator.is_, parameters, self._parameters))
+            and list(map(Tensor.data_ptr, parameters)) == self._pointers
+            and list(map(Tensor.data_ptr, self._copied)) == self._copied_pointers
+        )
 
 
 def _check(name: str, defaults: dict[str, Any]) -> None:

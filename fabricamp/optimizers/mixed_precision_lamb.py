@@ -162,10 +162,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _step_and_count(self, closure: Callable[[], Any] | None) -> Any:
         loss = super().step(closure)
         for group in self.param_groups:
-            if self._skip is None:
-                group["step"].add_(1.0)
-            else:
-                group["step"].add_(self._skip.to(group["step"].device, non_blocking=True) == 0)
+            group["step"].add_(1.0)
+            if self._skip is not None:
+                group["step"].sub_(self._skip.to(group["step"].device, non_blocking=True))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,5 +188,12 @@ def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
             "its lr and step are on one device: make one group a device"
         )
     for name in ("lr", "step"):
-        number = torch.as_tensor(group[name]).detach().reshape(())
-        group[name] = number.to(next(iter(devices), number.device), torch.float32, copy=copies)
+        number = torch.as_tensor(group[name])
+        device = next(iter(devices), number.device)
+        if (
+            copies
+            or number is not group[name]
+            or number.shape
+            or (number.device, number.dtype) != (device, torch.float32)
+        ):
+            group[name] = number.detach().reshape(()).to(device, torch.float32, copy=True)

@@ -56,7 +56,8 @@ class Part:
         self._cells = cells
         self._copies = copies
         self._flags = flags
-        self._gradients: list[Tensor | None] = []
+        self._gradients: Sequence[Tensor | None] = ()
+        self._written = [*parameters, *[copy for copy in copies if copy is not None]]
         self.table: Table | None = None
         if runs_kernels(device):
             self.table = Table(
@@ -67,15 +68,22 @@ class Part:
                 groups=groups,
             )
 
-    def take(self, values: Sequence[Value]) -> list[Value]:
+    def take(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns those of ``values``, one for each of the optimizer's parameters, that belong to this part."""
-        return list(values) if len(values) == len(self.places) else [values[place] for place in self.places]
+        return values if len(values) == len(self.places) else [values[place] for place in self.places]
 
-    def refresh(self, gradients: list[Tensor | None], *, trust: bool) -> None:
+    def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
         """Takes in a step's gradients; ``trust`` False where they come from another place than the last ones."""
-        self._gradients = gradients
-        if self.table is not None:
+        if self.table is None:
+            self._gradients = gradients
+        else:
             self.table.refresh(gradients, trust=trust)
+
+    def release(self) -> None:
+        """Lets go of the gradients."""
+        self._gradients = ()
+        if self.table is not None:
+            self.table.release()
 
     def statistics(self, scale: Tensor, divisor: float) -> Tensor:
         """Returns sums of squares of the gradients divided by ``scale * divisor``."""
@@ -85,7 +93,7 @@ class Part:
         nothing = torch.zeros((), device=self.device)
         return ops.gradient_statistics([nothing if one is None else one for one in self._present()], own, divisor)
 
-    def _present(self) -> list[Tensor | None]:
+    def _present(self) -> Sequence[Tensor | None]:
         """The gradients of rows that take part; flags are read by the host here, as only a reference may."""
         if self._flags is None:
             return self._gradients
@@ -106,10 +114,7 @@ class Part:
 
     def mark_written(self) -> None:
         """Tells autograd what a kernel wrote behind its back, so that a backward through older values fails as it should."""
-        torch.autograd.graph.increment_version(self._parameters)
-        copies = [copy for copy in self._copies if copy is not None]
-        if copies:
-            torch.autograd.graph.increment_version(copies)
+        torch.autograd.graph.increment_version(self._written)
 
     def place_of_statistic(self, index: int) -> int:
         """Returns where the parameter stands that entry ``index`` of :meth:`statistics` belongs to."""

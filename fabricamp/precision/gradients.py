@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class _Sums:
             for position, index in enumerate(indices):
                 self.views[index] = pieces[position].view(holders[index].shape)
                 self.flags[index] = pieces[len(indices) + position]
+        self.all_views = tuple(self.views)  # always the same memory
 
     def clear(self) -> None:
         if any(self.present):
@@ -74,6 +76,7 @@ class Binding:
         self.seen: list[Tensor | None] | None = None
         self.found_inf: Tensor | None = None
         self.copies: list[Tensor | None] | None = None
+        self._apart: list[tuple[Tensor, Tensor]] = []  # whose gradients a step clears
         self._present: tuple[Tensor, list[Tensor]] | None = None
         self._masters = masters
         self._exchanged = exchanged
@@ -83,9 +86,7 @@ class Binding:
     def refresh(self) -> None:
         """Takes in parameters that came with ``add_param_group`` since; what is summed so far is kept."""
         current = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if len(current) == len(self.targets) and all(
-            one is other for one, other in zip(current, self.targets, strict=True)
-        ):
+        if len(current) == len(self.targets) and all(map(operator.is_, current, self.targets)):
             return
         known = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
         holders = [known.get(id(parameter), parameter) for parameter in current]
@@ -95,10 +96,10 @@ class Binding:
         if self._sums is not None:
             self._move_sums(holders)
         self.holders = holders
+        pairs = list(zip(holders, self.targets, strict=True))
+        self._apart = [pair for pair in pairs if self._sums is not None or pair[0] is not pair[1]]
         if self._masters is not None:
-            self.copies = [
-                None if holder is target else holder for holder, target in zip(holders, self.targets, strict=True)
-            ]
+            self.copies = [None if holder is target else holder for holder, target in pairs]
 
     def _move_sums(self, holders: list[Tensor]) -> None:
         old, new = self._sums, _Sums(holders)
@@ -148,9 +149,10 @@ class Binding:
             self._check_exchanged(gradients)
             sums = self._sums
             if gradients.tensors is None:
-                return [view if here else None for view, here in zip(sums.views, sums.present, strict=True)], None
-            if all(flag.dtype is torch.float32 for flag in sums.flags):
-                return sums.views, sums.flags
+                present = all(sums.present)
+                return sums.all_views if present else _where(sums.views, sums.present), None
+            if all(flat.dtype is torch.float32 for flat in sums.flat):
+                return sums.all_views, sums.flags
             return self._summed(gradients), None
         if gradients.tensors is None or gradients.present is None:
             return self._given(gradients), None
@@ -170,7 +172,7 @@ class Binding:
         if gradients.tensors is not None and not all(present):
             # Only a rank whose backward left parameters out has to ask what the others had.
             present = [bool(flag) for flag in torch.cat([flag.float() for flag in sums.flags]).tolist()]
-        return [view if here else None for view, here in zip(sums.views, present, strict=True)]
+        return _where(sums.views, present)
 
     def _check_exchanged(self, gradients: Gradients) -> None:
         given = gradients.tensors
@@ -203,10 +205,9 @@ class Binding:
         self.seen = None
         if self._sums is not None:
             self._sums.clear()
-        for holder, target in zip(self.holders, self.targets, strict=True):
-            if self._sums is not None or target is not holder:
-                target.grad = None
-                holder.grad = None
+        for holder, target in self._apart:
+            target.grad = None
+            holder.grad = None
 
     def release(self) -> None:
         """Gives the optimizer back the module's own parameters, with the state of their masters."""
@@ -219,6 +220,10 @@ class Binding:
                     group["params"][index] = holder
                     if target in self.optimizer.state:
                         self.optimizer.state[holder] = self.optimizer.state.pop(target)
+
+
+def _where(values: Sequence[Tensor], here: Sequence[bool]) -> list[Tensor | None]:
+    return [value if present else None for value, present in zip(values, here, strict=True)]
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

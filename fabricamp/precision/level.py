@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import PRECISIONS, Precision, Verdict
 from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
@@ -292,6 +293,11 @@ class OptLevel(Precision):
         run: Callable[[], Any] | None = None,
     ) -> None:
         """Unscales, clips and updates, or skips; then rounds the masters into the module."""
+        if self._updater is not None and run is None and isinstance(optimizer, FusedOptimizer):
+            self._updater.step(
+                optimizer, gradients, clip, None
+            )  # nothing in it that autocast or a boundary would touch
+            return
         with self._outside[0], self._outside[1]:
             if self._updater is None:
                 super().step(optimizer, gradients, clip, run)

@@ -12,9 +12,16 @@ from tests.kernels.nvrtc import architectures, compile_for
 
 F, H, B, D = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF_UPDATES = [(H, F, F, F, H), (B, F, F, F, B), (F, F, F, F, None), (D, D, D, D, None), (H, H, F, F, None)]
+ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H, F, None)]
 KINDS = {
+    "adagrad": ONE_STATE,
     "adam": HALF_UPDATES,
+    "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],
+    "lamb": HALF_UPDATES,
+    "larc": [(F, F, None), (H, F, None), (B, B, None), (D, D, None), (F, F)],
+    "novograd": ONE_STATE,
+    "sgd": [*ONE_STATE, (F, F, None, None)],
     "statistics": [(F,), (H,), (B,), (D,)],
     "sums": [(H, F, F), (B, F, F), (F, F, F), (D, D, D), (H, B, H)],
     "tensors": [(F, H), (F, B), (H, F), (F, F), (D, D)],

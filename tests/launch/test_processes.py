@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.launch import choose_start_method, detect, interactive, run_function, script_can_rerun
+from fabricamp.launch import choose_start_method, detect, interactive, run_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -329,7 +329,3 @@ def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where):
     mine.__module__, mine.__qualname__ = where, "mine"
     with pytest.raises(ConfigError, match="a spawned process cannot find what is defined in this session"):
         run_function(mine, (), 1, "spawn")
-
-
-def test_pytest_itself_can_run_again():
-    assert script_can_rerun()

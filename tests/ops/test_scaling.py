@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -99,21 +98,3 @@ def test_the_first_overflow_of_a_run_is_kept(kernel_device):
             found = state.streak, state.first_window, state.first_loss, state.first_scale, state.first_chunk
             assert [one.item() for one in found] == [2, 1, 1.5, 8.0, 4]
     assert (state.streak.item(), state.first_window.item(), state.first_scale.item()) == (1, 4, 2.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_ring_may_be_pinned_memory():
-    state, ring = ops.StepState.on("cuda"), torch.zeros(4, ops.StepState.WORDS, dtype=torch.int32, pin_memory=True)
-    rule = {
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 9,
-        "minimum": 1.0,
-        "maximum": 8.0,
-        "hysteresis": 1,
-    }
-    for _ in range(6):
-        ops.update_scale(state, **rule, ring=ring)
-    torch.cuda.synchronize()
-    assert ring[:, ops.StepState.word("applied")].tolist() == [5, 6, 3, 4]

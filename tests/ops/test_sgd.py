@@ -20,7 +20,8 @@ RULES = {
     "momentum": ops.SgdRule(1e-2, 0.9, 0.0, 0.1),
     "dampening": ops.SgdRule(1e-2, 0.8, 0.3, 0.1, maximize=True),
     "nesterov": ops.SgdRule(1e-2, 0.9, 0.0, 0.1, nesterov=True),
-    "decay after momentum": ops.SgdRule(1e-2, 0.9, 0.5, 0.1, nesterov=True, decay_after_momentum=True),
+    "decay after nesterov": ops.SgdRule(1e-2, 0.9, 0.5, 0.1, nesterov=True, decay_after_momentum=True),
+    "decay after momentum": ops.SgdRule(1e-2, 0.9, 0.5, 0.1, decay_after_momentum=True),
 }
 MIXES = {
     "fp32": [(torch.float32, torch.float32, None)],
@@ -128,6 +129,19 @@ def test_each_buffer_has_a_first_gradient_of_its_own(kernel_device):
     for one in (case, twin):
         assert [buffer.unique().tolist() for buffer in one.buffers] == [[1.0], [0.5], [1.0], [0.5]]
         assert [flag.item() for flag in one.filled] == [1.0] * 4
+
+
+@pytest.mark.parametrize("runs", ["kernel", "reference"])
+@pytest.mark.parametrize("rule", [ops.SgdRule(0.1, 0.9, nesterov=True), ops.SgdRule(0.1, 0.9, maximize=True)])
+def test_gradients_stay_as_they_are(kernel_device, rule, runs):
+    case = Case(kernel_device, MIXES["fp32"])
+    before = [one.clone() for one in case.gradients]
+    if runs == "kernel":
+        case.step(rule)
+    else:
+        with references(kernel_device):
+            case.step(rule)
+    assert all(torch.equal(old, new) for old, new in zip(before, case.gradients, strict=True))
 
 
 def test_without_momentum_buffers_may_be_missing_and_are_left_alone(kernel_device):

@@ -115,3 +115,33 @@ def test_a_tensor_of_another_device_is_refused(kernel_device):
 )
 def test_is_dense(tensor, dense):
     assert is_dense(tensor) is dense
+
+
+def test_the_same_tuple_is_not_looked_at_again(kernel_device, monkeypatch):
+    sources = (torch.ones(70, device=kernel_device), torch.ones(3, device=kernel_device))
+    table, out = copies(kernel_device, sources)
+    table.refresh(sources)
+    sources[0].fill_(4.0)
+    monkeypatch.setattr(Table, "_place", None)
+    table.refresh(sources)
+    launch(table)
+    assert out[0][0].item() == 4.0
+    monkeypatch.undo()
+    out[0].zero_()
+    table.refresh((None, sources[1]))
+    launch(table)
+    assert out[0][0].item() == 0.0
+    table.refresh(sources)
+    launch(table)
+    assert out[0][0].item() == 4.0
+
+
+def test_a_row_is_looked_at_again_where_the_order_of_its_elements_changes(kernel_device):
+    memory = torch.arange(12.0, device=kernel_device).view(1, 3, 2, 2)
+    table, out = copies(kernel_device, [memory])
+    launch(table)
+    turned = torch.as_strided(memory, (1, 3, 2, 2), (12, 1, 6, 3))
+    assert turned.data_ptr() == memory.data_ptr()
+    table.refresh([turned])
+    launch(table)
+    assert torch.equal(out[0], turned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -386,3 +387,14 @@ def test_torchs_grad_scaler(kernel_device, overflow):
         assert scaler.get_scale() == (512.0 if overflow else 1024.0)
     assert_same(mine, twin, 1e-5)
     assert {s["step"].item() for s in optimizer.state.values()} == {2.0 if overflow else 3.0}
+
+
+def test_gradients_are_not_kept_alive(kernel_device):
+    module = net(kernel_device)
+    optimizer = FusedAdam(module.parameters())
+    for contiguous in (False, True):
+        gradients(module, 0, contiguous=contiguous)
+        alive = [weakref.ref(parameter.grad) for parameter in module.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [one() for one in alive] == [None] * len(alive)

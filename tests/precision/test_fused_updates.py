@@ -189,3 +189,13 @@ def test_hooks_that_look_see_unscaled_gradients(kernel_device, level):
         torch.testing.assert_close(*seen, rtol=5e-2, atol=5e-3)
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_nothing_is_skipped_without_a_dynamic_scale(kernel_device, level):
+    options = {"loss_scale": 128.0} if level == "O2" else {}
+    module, precision, optimizer = start(kernel_device, level, fused=True, **options)
+    backward(module, precision, kernel_device, 0, bad=True)
+    precision.step(optimizer, clip=Clip(1.0))
+    assert module.last.weight.isnan().any()
+    assert precision.skipped_steps == 0

@@ -179,8 +179,8 @@ __device__ __forceinline__ void go(const Table& table, const Chunk& chunk, const
   each<4>(chunk, body);
 }
 
-// Second pass: the parameters, their copies and, where it `counts`, the steps.
-extern "C" __global__ void __launch_bounds__(512)
+// Second pass: the parameters, their copies and, where it `counts`, the steps.  One block at least: for two, registers spill.
+extern "C" __global__ void __launch_bounds__(512, 1)
 update(Table table, const StepState* state, int64 skips, int64 counts, const double* ratios) {
   Chunk chunk;
   if (skipped(state, skips) || !locate(table, chunk)) return;
