@@ -32,8 +32,12 @@ endif
 demo: $(STAMP) ## trains the digits example; ends with a table of what came out and where it is
 	$(BIN)/python examples/digits/train.py
 
+# What forks processes cannot share one with what uses a GPU.
 test: $(STAMP) ## the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2
+ifdef HAS_GPU
+	$(BIN)/python -m pytest -m "gpu or gpu2"
+endif
 
 lint: $(STAMP) layers ## ruff, its formatter, codespell, and the import layers
 	$(BIN)/ruff check

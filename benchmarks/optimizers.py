@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from fabricamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
+from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 
@@ -85,6 +85,24 @@ CASES: dict[str, Case] = {
         torchs=None,
         fused=False,
         floor=24,  # reads g for the norms; reads p, g, m, writes p, m
+    ),
+    "sgd": Case(
+        ours=lambda p: FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01),
+        torchs=lambda p, **how: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01, **how),
+        fused=True,
+        floor=20,  # reads p, g, m; writes p, m
+    ),
+    "adagrad": Case(
+        ours=lambda p: FusedAdagrad(p, lr=1e-4, weight_decay=0.01),
+        torchs=lambda p, **how: torch.optim.Adagrad(p, lr=1e-4, weight_decay=0.01, **how),
+        fused=False,  # torch's fused one was not tried on CUDA
+        floor=20,  # reads p, g, sum; writes p, sum
+    ),
+    "larc": Case(
+        ours=lambda p: LARC(FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01)),
+        torchs=None,
+        fused=False,
+        floor=40,  # reads p, g for the norms; reads p, g, writes g; then SGD
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -23,12 +24,18 @@ def _installed(suffix: str) -> Path | None:
     return None
 
 
+def _without(wheel: str) -> None:
+    if os.environ.get("CI"):  # there the kernels have to be compiled
+        pytest.fail(f"the {wheel} wheel is not installed: pip install -e '.[dev]'")
+    pytest.skip(f"needs the {wheel} wheel")
+
+
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
     """The library; skips the test where its wheel is not installed."""
     path = next((p for s in ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64") if (p := _installed(s)) is not None), None)
     if path is None:
-        pytest.skip("needs the nvidia-cuda-nvrtc wheel")
+        _without("nvidia-cuda-nvrtc")
     return ctypes.CDLL(str(path))
 
 
@@ -37,7 +44,7 @@ def headers() -> Path:
     """The folder of ``cuda_fp16.h``."""
     path = _installed("/cuda_fp16.h")
     if path is None:
-        pytest.skip("needs the nvidia-cuda-runtime wheel")
+        _without("nvidia-cuda-runtime")
     return path.parent
 
 
