@@ -13,3 +13,12 @@ torch.set_num_threads(1)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     """Default folders (logs, checkpoints) land in the test's own folder."""
     monkeypatch.chdir(tmp_path)
+
+
+def pytest_collection_modifyitems(items):
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("gpu2") and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
