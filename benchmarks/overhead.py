@@ -14,8 +14,10 @@ import contextlib
 import cProfile
 import importlib
 import importlib.util
+import json
 import logging
 import os
+import platform
 import pstats
 import statistics
 import sys
@@ -172,6 +174,24 @@ def print_table(results, frames, rounds):
         )
 
 
+def write_results(path, results, frames, arguments):
+    base_mean, base_median = (statistics.median(column) for column in zip(*results[HAND_WRITTEN], strict=True))
+    rows = []
+    for name, runs in results.items():
+        mean, median = (statistics.median(column) for column in zip(*runs, strict=True))
+        over = {"mean_over_us": mean - base_mean, "median_over_us": median - base_median, "limit_us": LIMITS.get(name)}
+        rows.append({"run": name, "mean_us": mean, "median_us": median, **over, "frames_and_files": frames[name]})
+    facts = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"python benchmarks/overhead.py --steps {arguments.steps} --rounds {arguments.rounds}",
+    }
+    path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
 def profile(kind, steps, root):
     """Prints where a fit's time goes: everything, then fabricamp's own functions."""
     trained(fabricamp, WARM_UP, root, everything=kind == "default")  # imports what is imported on first use
@@ -198,6 +218,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the results as JSON too")
     parser.add_argument("--profile", choices=["lean", "default"], help="show where the time goes instead")
     arguments = parser.parse_args()
     if arguments.steps < 2 * WARM_UP:
@@ -217,6 +238,8 @@ def main():
                 times, frames[name] = run()
                 results[name].append(times.microseconds())
     print_table(results, frames, arguments.rounds)
+    if arguments.out:
+        write_results(arguments.out, results, frames, arguments)
 
 
 if __name__ == "__main__":
