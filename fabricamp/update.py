@@ -55,6 +55,8 @@ class Update:
         # With a lag the schedules follow the verdicts instead.
         self._advances_at_once = self.schedules.follow_steps and parts.precision.lag == 0
         self._unreported_skips = 0
+        self._plain_step: Callable[[], Any] | None = None
+        self._plain_zero_grad: Callable[[], Any] | None = None
         self._bind(parts)
         self.use(parts.step)
 
@@ -77,7 +79,18 @@ class Update:
         self._backward = partial(self._precision.backward, run=self._run_backward) if scales else self._run_backward
         self._closes = overrides(self._precision, "close_window", Precision)
         self._exchanges = self._buffers is not None or overrides(self._strategy, "reduce_gradients", Strategy)
-        self._steps_plainly = not (self._exchanges or self._clip or overrides(self._precision, "step", Precision))
+        self._bind_plain()
+
+    def _bind_plain(self) -> None:
+        """Where nothing of ours or the user's stands around the optimizer's own methods, these are called and no others."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        if not (self._before_zero_grad or self._own_zero_grad):
+            self._plain_zero_grad = optimizer.zero_grad
+        ours = self._exchanges or self._closes or self._clip or self._advances_at_once
+        if not (ours or self._gradients_are_seen or overrides(self._precision, "step", Precision)):
+            self._plain_step = optimizer.step
 
     def use(self, step: Callable[..., Any]) -> None:
         """Takes the step to run: ``training_step``, as the strategy has wrapped it."""
@@ -94,7 +107,13 @@ class Update:
             with self._strategy.no_sync():
                 outputs = self._forward_backward(batch, batch_idx)
         if ends_window and self.loss is not None:
-            self._update(batch_idx)
+            if self._plain_step is None:
+                self._update(batch_idx)
+            else:
+                self.loss = None
+                self._plain_step()
+                self._state.global_step += 1
+                self.stepped = True
         self._state.open_batches = 0 if ends_window else self._state.open_batches + 1
         return outputs
 
@@ -111,7 +130,10 @@ class Update:
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
         if self.loss is None:
-            self._clear_gradients(batch_idx)
+            if self._plain_zero_grad is None:
+                self._clear_gradients(batch_idx)
+            else:
+                self._plain_zero_grad()
         self.loss = loss
         if self._accumulate > 1:
             loss = loss / self._accumulate
@@ -122,7 +144,9 @@ class Update:
             hook()
         if self._buffers is not None:
             self._precision.accumulate()
-        return self._detached(output) if self._wants_outputs else None
+        if not self._wants_outputs:
+            return None
+        return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """Clears what the window before left: called by its first micro-batch that has a loss, after the forward."""
@@ -143,8 +167,6 @@ class Update:
             gradients = self._strategy.reduce_gradients(buffers=self._buffers) if self._exchanges else IN_PLACE
             if self._gradients_are_seen:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
-            elif self._steps_plainly:
-                optimizer.step()
             else:
                 self._precision.step(optimizer, gradients, self._clip)
         self._close_window(loss)

@@ -60,20 +60,19 @@ class Recording:
         accepted for modules that pass them and change nothing.  ``sync_dist`` concerns a step's values: an epoch's are always
         reduced over all ranks.  A mean is weighted by ``batch_size``, by default the length of the batch's first tensor.
         """
+        if torch.compiler.is_compiling():  # a compiled step breaks its graph here: what follows changes Python state
+            if self._log_outside_graphs is None:
+                self._log_outside_graphs = torch.compiler.disable(self.log)
+            self._log_outside_graphs(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+                add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+            return
+        if self.muted:
+            return
         call = (
             name, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only
         )  # fmt: skip
-        if torch.compiler.is_compiling():  # a compiled step breaks its graph here: what follows changes Python state
-            if self._log_outside_graphs is None:
-                disable: Callable[..., Callable[..., None]] = torch.compiler.disable
-                self._log_outside_graphs = disable(self._log)
-            self._log_outside_graphs(call, value, batch_size)
-        else:
-            self._log(call, value, batch_size)
-
-    def _log(self, call: tuple[Any, ...], value: Any, batch_size: int | None) -> None:
-        if self.muted:
-            return
         state = self._state
         try:
             slot = self._known.get(call)
