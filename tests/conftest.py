@@ -3,10 +3,16 @@ import os
 # One thread a process: the suite runs several processes on two cores, and sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# A shell that starts us in the background has SIGINT ignored, and what we start would inherit that: Ctrl-C is tested there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
