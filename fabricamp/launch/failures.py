@@ -65,8 +65,9 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path, *, all_know
     rank = (killed or left or written or exited or list(failures))[0]
     message, trace = _read(files, rank)
     code = failures[rank].exitcode if rank in failures else 1
-    # After an exception a rank may have been ended before it could exit, or broken off on the way out.
-    code = 1 if trace and code <= 0 else code
+    if trace and code <= 0:
+        # After an exception a rank may have been ended before it could exit: another's code tells what the script makes of it.
+        code = next((failure.exitcode for failure in failures.values() if failure.exitcode > 0), 1)
     return Cause(rank, code, message, trace, [other for other in exited if other != rank])
 
 

@@ -39,6 +39,7 @@ def write(folder, rank, time, message="ValueError: bad"):
         ({0: 1, 1: 5}, {0: 100}, 1, 5),  # sys.exit, without an exception that was written down
         ({0: -signal.SIGTERM, 1: 1}, {1: 100}, 1, 1),  # ended by the agent
         ({0: -signal.SIGTERM, 1: -signal.SIGABRT}, {0: 100, 1: 200}, 0, 1),  # broken off on the way out
+        ({0: 2, 1: -signal.SIGTERM}, {1: 100, 0: 200}, 1, 2),  # ended before it could exit as the other one did
         ({1: 1}, {0: 100, 1: 200}, 1, 1),  # rank 0 caught its exception
         ({1: -signal.SIGTERM}, {}, 1, -signal.SIGTERM),
     ],
