@@ -92,11 +92,21 @@ def test_steps_are_the_groups(kernel_device):
     gradients(module, 0)
     module[3].zero_grad()
     optimizer.step()
-    optimizer.param_groups[0]["step"] = 20
     gradients(module, 1)
     optimizer.step()
-    assert [group["step"].item() for group in optimizer.param_groups] == [21, 5, 9]
+    assert [group["step"].item() for group in optimizer.param_groups] == [9, 5, 9]
+    optimizer.param_groups[0]["step"] = 20
+    optimizer.step()
+    assert [group["step"].item() for group in optimizer.param_groups] == [21, 6, 10]
     assert optimizer.state[module[0].bias]["step"] is optimizer.param_groups[0]["step"]
+
+
+def test_groups_do_not_share_a_tensor_given_as_lr(kernel_device):
+    module, lr = net(kernel_device), torch.tensor(0.25, device=kernel_device)
+    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters()}]
+    optimizer = FusedMixedPrecisionLamb(groups, lr=lr)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert [lr.item(), *[group["lr"].item() for group in optimizer.param_groups]] == [0.25, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("kernels", [True, False])
