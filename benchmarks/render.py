@@ -1,4 +1,4 @@
-"""Renders benchmarks/results/*.json as docs/performance.md: ``python benchmarks/render.py``."""
+"""Renders benchmarks/results/*.json and notes.md as docs/performance.md: ``python benchmarks/render.py``."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def main():
         parts.append(
             f"`{result['command']}`, {facts(result, 'processor', 'cores', 'device', 'torch', 'python', 'date')}\n"
         )
+    parts.append((HERE / "results" / "notes.md").read_text())
     (HERE.parent / "docs" / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")
 
 
