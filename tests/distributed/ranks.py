@@ -24,19 +24,24 @@ def run_ranks(function, world_size, *args, timeout=60.0, start_method=None, back
     """Returns ``[function(*args) on rank 0, on rank 1, ...]``, each called in a process of its own.
 
     Each process has torchrun's environment variables, one torch thread, and a process group (``backend=None``: none yet).
+    No rank meets the others before all are there: forked while a thread of this process serves one that came earlier, a
+    process would inherit that thread's locks, which nothing ever opens there.
     Processes are forked (0.2 s, closures and lambdas are fine), or with ``start_method="spawn"`` started afresh (3 s, ``function``
     has to pickle).  A rank that fails ends all of them and its traceback is in the AssertionError; ranks that are not
     done after ``timeout`` seconds fail with their stacks.
     """
     method = start_method or ("spawn" if torch.cuda.is_initialized() else "fork")
     context = torch.multiprocessing.get_context(method)
+    all_here = context.Barrier(world_size)
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         variables = [_variables(rank, world_size, store.port) for rank in range(world_size)]
         processes = [
             context.Process(
-                target=_work, args=(function, args, variables[rank], folder, timeout, backend), name=f"rank{rank}"
+                target=_work,
+                args=(function, args, variables[rank], folder, timeout, backend, all_here),
+                name=f"rank{rank}",
             )
             for rank in range(world_size)
         ]
@@ -73,13 +78,14 @@ def _variables(rank, world_size, port):
     }
 
 
-def _work(function, args, variables, folder, timeout, backend):
+def _work(function, args, variables, folder, timeout, backend, all_here):
     os.environ.update(variables)
     rank = int(variables["RANK"])
     torch.set_num_threads(1)
     with (folder / f"stacks{rank}").open("w") as stacks:
         faulthandler.dump_traceback_later(max(timeout - 1.0, 0.1), file=stacks)
         try:
+            all_here.wait(timeout)
             if backend is not None:
                 dist.init_process_group(backend, timeout=dt.timedelta(seconds=timeout))
             result = function(*args)
