@@ -16,11 +16,12 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fabricamp import ops
 from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
@@ -64,14 +65,31 @@ EXTRA = {"O1": 4, "O2": 2, "O5": 2}
 class Case(NamedTuple):
     """One optimizer: ours, torch's (given ``foreach`` or ``fused``), and the bytes that an fp32 step has to move a parameter.
 
-    ``extra`` is what a whole update moves beside those, where the step itself reads each gradient once.
+    ``extra`` is what a whole update moves beside those, where the step itself reads each gradient once; None: it is no optimizer,
+    and has a step only.
     """
 
-    ours: Callable[..., torch.optim.Optimizer]
-    torchs: Callable[..., torch.optim.Optimizer] | None
+    ours: Callable[..., Any]
+    torchs: Callable[..., Any] | None
     fused: bool
     floor: int
-    extra: dict[str, int] = EXTRA
+    extra: dict[str, int] | None = EXTRA
+
+
+class Average:
+    """An exponential moving average of parameters, stepped like an optimizer: by our operation, or by torch's."""
+
+    def __init__(self, own: list[nn.Parameter], *, foreach: bool = False) -> None:
+        self.own = [one.detach() for one in own]
+        self.averages = [one.clone() for one in self.own]
+        self.foreach = foreach
+
+    def step(self) -> None:
+        """Moves the averages."""
+        if self.foreach:
+            torch._foreach_lerp_(self.averages, self.own, 1 - 0.999)
+        else:
+            ops.ema(self.own, self.averages, 0.999)
 
 
 # An optimizer is a row here: everything below is the same for all.
@@ -117,6 +135,16 @@ CASES: dict[str, Case] = {
         torchs=None,
         fused=False,
         floor=40,  # reads p, g for the norms; reads p, g, writes g; then SGD
+        # Gradients are written before it: reads g for statistics, reads g and writes it in fp32; at O2 and O5 g is half, and
+        # afterwards masters are read and half weights written.
+        extra={"O1": 12, "O2": 14, "O5": 14},
+    ),
+    "ema": Case(
+        ours=Average,
+        torchs=Average,
+        fused=False,
+        floor=12,  # reads p, average; writes average
+        extra=None,
     ),
 }
 
@@ -225,7 +253,7 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
             holder.grad = gradient
 
     def step() -> None:
-        precision.step(optimizer, clip=clip)
+        precision.step(optimizer, clip=clip, loss=loss)
         precision.close_window(loss)
 
     return measure(step, repeat, backward)
@@ -270,6 +298,8 @@ def apex_pattern(case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Resu
 
 
 def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
+    if case.extra is None:
+        return {}
     repeat = 50 if sum(map(torch.Size.numel, map(torch.Size, shapes))) < 5e8 else 10
     rows = {f"{level} ours": through_precision(level, case, shapes, repeat) for level in ("O1", "O2", "O5")}
     if case.torchs is not None and case.fused:
@@ -282,7 +312,7 @@ def update_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
 def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Case, bandwidth: float) -> list[dict]:
     made = []
     for row, result in rows.items():
-        moved = (case.floor + case.extra.get(row[:2], 0) if kind == "update" else case.floor) * elements
+        moved = (case.floor + (case.extra or {}).get(row[:2], 0) if kind == "update" else case.floor) * elements
         share = moved / result.gpu_ms / 1e6 / bandwidth
         host = "waits" if result.host_us is None else f"{result.host_us:.0f}"
         print(
@@ -292,11 +322,11 @@ def table(name: str, kind: str, rows: dict[str, Result], elements: int, case: Ca
     return made
 
 
-def on_gpu(arguments: argparse.Namespace) -> dict:
+def on_gpu(arguments: argparse.Namespace, found: dict) -> None:
     bandwidth = copy_bandwidth()
+    found |= {"device": torch.cuda.get_device_name(), "copy_gb_per_s": round(bandwidth)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
     print(f"{'set':13} {'kind':7} {'row':36} {'GPU ms':>8} {'wall ms':>8} {'host us':>7} {'share':>6}")
-    rows = []
     for optimizer in arguments.only.split(","):
         case = CASES[optimizer]
         for name in arguments.sets.split(","):
@@ -306,13 +336,15 @@ def on_gpu(arguments: argparse.Namespace) -> dict:
             torch.cuda.empty_cache()
             made += table(name, "update", update_rows(case, shapes), elements, case, bandwidth)
             torch.cuda.empty_cache()
-            rows += [{"optimizer": optimizer, "elements": elements, "tensors": len(shapes), **row} for row in made]
-    return {"device": torch.cuda.get_device_name(), "copy_gb_per_s": round(bandwidth), "rows": rows}
+            about = {"optimizer": optimizer, "elements": elements, "tensors": len(shapes)}
+            found["rows"] += [{**about, **row} for row in made]
+            write(found, arguments.out)
 
 
-def on_cpu(arguments: argparse.Namespace) -> dict:
+def on_cpu(arguments: argparse.Namespace, found: dict) -> None:
     torch.set_num_threads(1)
-    shapes, rows = resnet50(), []
+    found |= {"device": platform.processor() or platform.machine()}
+    shapes = resnet50()
     for optimizer in arguments.only.split(","):
         case = CASES[optimizer]
         steps = {"ours": case.ours(parameters(shapes, "cpu")).step}
@@ -328,8 +360,15 @@ def on_cpu(arguments: argparse.Namespace) -> dict:
             print(
                 f"{optimizer} on a CPU, ResNet-50, one thread: {name:14} {statistics.median(times):8.1f} ms", flush=True
             )
-            rows.append({"optimizer": optimizer, "row": name, "ms": statistics.median(times)})
-    return {"device": platform.processor() or platform.machine(), "rows": rows}
+            found["rows"].append({"optimizer": optimizer, "row": name, "ms": statistics.median(times)})
+        write(found, arguments.out)
+
+
+def write(found: dict, out: Path | None) -> None:
+    """After every part: a run that is ended early leaves what it has."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
@@ -342,12 +381,9 @@ def main() -> None:
     if not arguments.cpu and not torch.cuda.is_available():
         sys.exit("no CUDA GPU here; --cpu compares with torch on the CPU")
     torch.manual_seed(0)
-    found = on_cpu(arguments) if arguments.cpu else on_gpu(arguments)
-    found |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    found["command"] = " ".join(["python", *sys.argv])
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    found |= {"command": " ".join(["python", *sys.argv]), "rows": []}
+    (on_cpu if arguments.cpu else on_gpu)(arguments, found)
 
 
 if __name__ == "__main__":

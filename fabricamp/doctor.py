@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -153,13 +154,32 @@ def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
 
 
 def check_kernels() -> list[Check]:
-    """Which backend each op uses, and whether the kernels compile."""
+    """Which backend each op uses and why; where kernels run, whether each file of them compiles."""
     from fabricamp import ops
+    from fabricamp.ops import bridge
 
-    backend = getattr(ops, "backend", None)
-    if backend is None:
-        return [Check("ops", "torch, for all of them")]
-    return [Check(f"ops.{name}", str(choice)) for name, choice in backend().items()]
+    checks = [Check(f"ops.{name}", str(choice)) for name, choice in ops.backend().items()]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if bridge.runs_kernels(device):
+            checks += [check_kernel(file, device) for file in bridge.kernel_files()]
+    return checks
+
+
+def check_kernel(file: str, device: torch.device) -> Check:
+    """Does one file of kernels compile; the first time takes seconds, later CuPy has it on disk."""
+    from fabricamp.ops import bridge
+
+    name = f"kernels/{file}.cu"
+    try:
+        bridge.check_compiles(file, device)
+    except (RuntimeError, OSError) as error:
+        cure = (
+            f"delete CuPy's kernel cache (rm -r {os.environ.get('CUPY_CACHE_DIR', '~/.cupy/kernel_cache')}); if it stays, "
+            f"pip install --force-reinstall 'fabricamp[cuda{(torch.version.cuda or '').split('.')[0]}]'"
+        )
+        return Check(name, f"{device}: {_first_line(error)}", "broken", cure)
+    return Check(name, f"compiles for {device}")
 
 
 def check_packages() -> list[Check]:

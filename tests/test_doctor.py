@@ -7,7 +7,9 @@ import torch
 
 from fabricamp import doctor
 from fabricamp.cli import main
-from fabricamp.doctor import Check, check_cuda, check_cupy, check_links, check_torch, examine, show
+from fabricamp.doctor import Check, check_cuda, check_cupy, check_kernels, check_links, check_torch, examine, show
+from fabricamp.ops import bridge
+from tests.kernels.nvrtc import compile_for
 
 
 def test_nothing_is_broken_here(capfd):
@@ -104,9 +106,58 @@ def test_links_between_gpus(monkeypatch):
     assert check.status == "absent"
 
 
-def test_a_kernel_list_is_shown_where_there_is_one(monkeypatch):
-    from fabricamp import ops
+def test_without_a_gpu_each_op_says_what_runs_instead(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    checks = check_kernels()
+    assert Check("ops.adam", "torch: its tensors are on cpu") in checks
+    assert all(one.name.startswith("ops.") and one.status == "ok" for one in checks)
 
-    monkeypatch.setattr(ops, "backend", lambda: {"scale": "CuPy"}, raising=False)
-    assert Check("ops.scale", "CuPy") in examine()
-    show(examine())
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Makes two GPUs; returns the texts of kernels compiled for them."""
+    texts = []
+
+    def compile_it(text, function, device):
+        assert f"{function}(" in text
+        texts.append(text)
+        return lambda *_: None
+
+    monkeypatch.setattr(bridge, "_cupy_obstacle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setitem(bridge.COMPILERS, "cuda", compile_it)
+    bridge.kernel.cache_clear()
+    yield texts
+    bridge.kernel.cache_clear()
+
+
+def test_every_kernel_is_compiled_for_every_gpu(compiled):
+    names = [one.name for one in check_kernels() if one.name.startswith("kernels/")]
+    files = sorted(path.name for path in bridge.KERNELS.glob("*.cu"))
+    assert names == [f"kernels/{file}" for file in files] * 2
+    assert all(one.status == "ok" for one in check_kernels())
+    assert len(compiled) == 2 * len(files)
+    for text in set(compiled):
+        compile_for(text, 90)
+    served = [file.removesuffix(".cu") for file in files if "KINDS\n" in (bridge.KERNELS / file).read_text()]
+    assert set(bridge._TYPICAL) == set(served)  # a file with no row to serve would compile to nothing
+
+
+def test_a_kernel_that_does_not_compile_has_a_row_and_a_cure(compiled, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "240")
+    real = bridge.COMPILERS["cuda"]
+
+    def fail_for_adam(text, function, device):
+        if function == "adam":
+            raise RuntimeError("kernel adam does not compile for cuda:0: no cuda_fp16.h\nmore of it")
+        return real(text, function, device)
+
+    monkeypatch.setitem(bridge.COMPILERS, "cuda", fail_for_adam)
+    checks = [one for one in check_kernels() if one.name.startswith("kernels/")]
+    broken = [one for one in checks if one.status == "broken"]
+    assert [one.name for one in broken] == ["kernels/adam.cu"] * 2
+    assert broken[0].found.endswith("no cuda_fp16.h")
+    assert "--force-reinstall" in broken[0].cure
+    show(checks)
+    assert "2 broken" in capfd.readouterr().out

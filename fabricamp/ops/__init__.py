@@ -8,13 +8,14 @@ from __future__ import annotations
 from fabricamp.ops.adagrad import AdagradRule, adagrad
 from fabricamp.ops.adam import AdamRule, adam
 from fabricamp.ops.bridge import Backend, backend
+from fabricamp.ops.clipping import clip_grad_norm_
 from fabricamp.ops.ema import ema
 from fabricamp.ops.lamb import LambRule, lamb
 from fabricamp.ops.larc import LarcRule, larc
 from fabricamp.ops.novograd import NovoGradRule, novograd
-from fabricamp.ops.scaling import finish, update_scale
+from fabricamp.ops.scaling import ScaleRule, finish, update_scale
 from fabricamp.ops.sgd import SgdRule, sgd
-from fabricamp.ops.statistics import gradient_statistics, l2norm
+from fabricamp.ops.statistics import gradient_statistics, l2norm, place_of_statistic
 from fabricamp.ops.step_state import StepState
 from fabricamp.ops.tensors import accumulate, axpby, copy_cast, scale
 
@@ -25,6 +26,7 @@ __all__ = [
     "LambRule",
     "LarcRule",
     "NovoGradRule",
+    "ScaleRule",
     "SgdRule",
     "StepState",
     "accumulate",
@@ -32,6 +34,7 @@ __all__ = [
     "adam",
     "axpby",
     "backend",
+    "clip_grad_norm_",
     "copy_cast",
     "ema",
     "finish",
@@ -40,6 +43,7 @@ __all__ = [
     "lamb",
     "larc",
     "novograd",
+    "place_of_statistic",
     "scale",
     "sgd",
     "update_scale",

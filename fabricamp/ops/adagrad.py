@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
+from fabricamp.ops.reference import one_each, prepared, rounded, unless_skipped, widened
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
@@ -95,14 +95,14 @@ def adagrad_reference(
         rates = _rates(steps, lr, rule.lr_decay)
         torch._foreach_add_(list(steps), 1.0)
         if rule.weight_decay != 0 and rule.decoupled:
-            torch._foreach_mul_(wide, [1 - rate * rule.weight_decay for rate in rates])
+            torch._foreach_mul_(wide, _each([1 - rate * rule.weight_decay for rate in rates], wide))
         elif rule.weight_decay != 0:
             values = list(torch._foreach_add(values, wide, alpha=rule.weight_decay))
         torch._foreach_addcmul_(totals, values, values, value=1)
         roots = list(torch._foreach_sqrt(totals))
         torch._foreach_add_(roots, rule.eps)
         if isinstance(rates[0], torch.Tensor):
-            values, rates = list(torch._foreach_mul(values, rates)), [1.0] * len(values)
+            values, rates = list(torch._foreach_mul(values, _each(rates, values))), [1.0] * len(values)
         torch._foreach_addcdiv_(wide, values, roots, [-rate for rate in rates])
         rounded(totals, sums)
         rounded(wide, parameters)
@@ -114,9 +114,14 @@ def adagrad_reference(
 
 
 def _rates(steps: Sequence[Tensor], lr: float, lr_decay: float) -> list[Any]:
-    """Numbers where steps are on the host's side, or play no role; tensors where reading them would be a wait."""
+    """Numbers where steps are on the host's side, or play no role; fp64 tensors where reading them would be a wait."""
     if lr_decay == 0:
         return [lr] * len(steps)
     if steps[0].device.type == "cpu":
         return [lr / (1 + step.item() * lr_decay) for step in steps]
-    return [lr / (1 + step * lr_decay) for step in steps]
+    return list((lr / (1 + torch.stack(list(steps)).double() * lr_decay)).unbind())
+
+
+def _each(factors: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """Factors as a foreach operation takes them: numbers as they are, fp64 ones on a device in the tensors' dtypes."""
+    return one_each(torch.stack(factors), tensors) if isinstance(factors[0], torch.Tensor) else factors

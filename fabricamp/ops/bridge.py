@@ -16,7 +16,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["COMPILERS", "Backend", "Kernel", "backend", "kernel", "runs_kernels", "source"]
+__all__ = [
+    "COMPILERS",
+    "Backend",
+    "Kernel",
+    "backend",
+    "check_compiles",
+    "kernel",
+    "kernel_files",
+    "runs_kernels",
+    "source",
+]
 
 KERNELS: Final = Path(__file__).parent / "kernels"
 _MOST_CALLS: Final = 256
@@ -48,6 +58,22 @@ _FILES: Final = {
 
 Kind = tuple["torch.dtype | None", ...]
 """The dtypes of one row of a table, a column each; None where the row does not have the column."""
+
+_HALF, _FULL = torch.float16, torch.float32
+_TYPICAL: Final[dict[str, tuple[Kind, ...]]] = {
+    "adagrad": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
+    "adam": ((_FULL, _FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _FULL, _HALF)),
+    "ema": ((_FULL, _FULL),),
+    "lamb": ((_FULL, _FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _FULL, _HALF)),
+    "larc": ((_FULL, _FULL, None),),
+    "novograd": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
+    "sgd": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
+    "statistics": ((_FULL,), (_HALF,)),
+    "sums": ((_HALF, _FULL, _FULL),),
+    "tensors": ((_FULL, _FULL), (_FULL, _HALF)),
+}
+"""Rows that most runs have, of the files that serve tables."""
+_FUNCTION: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
 class Backend(NamedTuple):
@@ -82,8 +108,11 @@ def _with_cupy(text: str, function: str, device: torch.device) -> Function:
     from cupy.cuda import driver
 
     with cupy.cuda.Device(device.index):
-        module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
-        compiled = module.get_function(function).kernel
+        try:
+            module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
+            compiled = module.get_function(function).kernel
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"kernel {function} does not compile for {device}: {error}") from error
     pointer, launch = compiled.ptr, driver.launchKernel
 
     def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
@@ -158,6 +187,18 @@ def _as_c(value: Any) -> Any:
 def kernel(file: str, function: str, kinds: tuple[Kind, ...], device: torch.device) -> Kernel:
     """Returns ``function`` of ``kernels/<file>.cu`` for tables with rows of ``kinds``, compiled once per device."""
     return Kernel(COMPILERS[device.type](source(file, kinds), function, device), device)
+
+
+def kernel_files() -> list[str]:
+    """Returns the names of the files in ``kernels/``, without their suffix."""
+    return sorted(path.stem for path in KERNELS.glob("*.cu"))
+
+
+def check_compiles(file: str, device: torch.device) -> None:
+    """Compiles ``kernels/<file>.cu`` for ``device`` and the dtypes that most runs have; raises RuntimeError where it cannot."""
+    kinds = _TYPICAL.get(file, ())
+    function = _FUNCTION.findall(source(file, kinds))[-1]
+    kernel(file, function, kinds, device)
 
 
 def runs_kernels(device: torch.device) -> bool:

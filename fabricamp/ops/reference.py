@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,16 +17,21 @@ if TYPE_CHECKING:
 
 __all__ = ["corrections", "logarithm", "one_each", "prepared", "rounded", "unless_skipped", "widened"]
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
+_dtype: Final = attrgetter("dtype")
 
 
 def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns fp32 copies of half tensors, and the others themselves."""
+    """Returns fp32 copies of half tensors, and the others themselves; the list that was given where none is half."""
+    if isinstance(tensors, list) and _HALF.isdisjoint(map(_dtype, tensors)):
+        return tensors
     return [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]
 
 
 def rounded(wide: Sequence[Tensor], narrow: Sequence[Tensor | None]) -> None:
     """Writes back what :func:`widened` had to copy; None takes nothing."""
+    if wide is narrow:
+        return
     pairs = [(to, value) for value, to in zip(wide, narrow, strict=True) if to is not None and to is not value]
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +14,72 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.step_state import StepState
 
-__all__ = ["finish", "update_scale"]
+__all__ = ["ScaleRule", "finish", "update_scale"]
 
 _NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
+
+
+class _Struct(ctypes.Structure):
+    """``struct Rule`` of kernels/finish.cu."""
+
+    _fields_ = (
+        ("growth_factor", ctypes.c_double),
+        ("backoff_factor", ctypes.c_double),
+        ("minimum", ctypes.c_double),
+        ("maximum", ctypes.c_double),
+        ("growth_interval", ctypes.c_longlong),
+        ("hysteresis", ctypes.c_longlong),
+        ("sticky", ctypes.c_longlong),
+        ("slots", ctypes.c_longlong),
+        ("ring", ctypes.c_void_p),
+        ("mirror", ctypes.c_void_p),
+    )
+
+    __hash__ = object.__hash__  # launches are remembered by their arguments
+
+
+class ScaleRule:
+    """How windows end: how the scale moves, and where their verdicts go.
+
+    An overflow takes one off the struct's ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below
+    ``minimum``.  After ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.
+    ``sticky``: after a window that was skipped all are, and the scale stays.
+
+    The struct is recorded in row ``window % len(ring)`` of ``ring``, on its device, with the window's own ``finite``; and in
+    ``mirror``, which is like it but may be pinned host memory: who has waited for the launch can read it without a copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        minimum: float,
+        maximum: float,
+        hysteresis: int,
+        sticky: bool = False,
+        ring: Tensor | None = None,
+        mirror: Tensor | None = None,
+    ) -> None:
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.minimum = minimum
+        self.maximum = maximum
+        self.hysteresis = hysteresis
+        self.sticky = sticky
+        self.ring = ring
+        self.mirror = mirror
+        self.struct = _Struct(
+            growth_factor, backoff_factor, minimum, maximum, growth_interval, hysteresis, sticky,
+            0 if ring is None else len(ring),
+            None if ring is None else ring.data_ptr(),
+            None if mirror is None else mirror.data_ptr(),
+        )  # fmt: skip
+
+
+_NO_RULE = _Struct()
 
 
 def finish(
@@ -26,27 +90,61 @@ def finish(
     divisor: float = 1.0,
     max_norm: float | None = None,
     origin: int = 0,
+    sticky: bool = False,
+    closing: ScaleRule | None = None,
+    loss: Tensor | None = None,
 ) -> None:
     """Writes ``multiplier``, ``norm`` and ``found_inf`` of one optimizer's step, and folds it into the window's ``finite``.
 
     ``statistics`` is what :func:`~fabricamp.ops.gradient_statistics` gave with the same ``scale`` and ``divisor``; the multiplier
-    is their inverse times torch's clip coefficient.  ``origin`` is added to the number of the lowest bad statistic.
+    is their inverse times torch's clip coefficient.  ``origin`` is added to the number of the lowest bad statistic.  ``sticky``:
+    a step behind a skipped one is skipped too, in the same window or later, whatever its gradients are.
+
+    ``closing`` ends the window in the same launch, as :func:`update_scale` would with that rule and ``loss``.
     """
     device = statistics.device
     if runs_kernels(device):
         run = kernel("finish", "finish", (), device)
         limit = -1.0 if max_norm is None else float(max_norm)
-        run(1, 1024, state.words, statistics, statistics.numel(), scale, float(divisor), limit, origin)
-    else:
-        _finish_reference(state, statistics, scale, divisor, max_norm, origin)
+        rule = _NO_RULE if closing is None else closing.struct
+        closes = int(closing is not None)
+        count = statistics.numel()
+        run(
+            1,
+            1024,
+            state.words,
+            statistics,
+            count,
+            scale,
+            float(divisor),
+            limit,
+            origin,
+            int(sticky),
+            rule,
+            loss,
+            closes,
+        )
+        return
+    _finish_reference(state, statistics, scale, divisor, max_norm, origin, sticky=sticky)
+    if closing is not None:
+        _close_reference(state, closing, loss)
 
 
 @torch.no_grad()
 def _finish_reference(
-    state: StepState, statistics: Tensor, scale: Tensor, divisor: float, max_norm: float | None, origin: int
+    state: StepState,
+    statistics: Tensor,
+    scale: Tensor,
+    divisor: float,
+    max_norm: float | None,
+    origin: int,
+    *,
+    sticky: bool,
 ) -> None:
     norm = statistics.sum().sqrt()
     finite = torch.isfinite(norm)
+    if sticky:
+        finite = finite & (state.streak == 0) & (state.finite != 0)
     state.norm.copy_(norm)
     state.found_inf.copy_(~finite)
     state.finite.mul_(finite)
@@ -60,43 +158,35 @@ def _finish_reference(
     state.multiplier.copy_(multiplier)
 
 
-def update_scale(
-    state: StepState,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    minimum: float,
-    maximum: float,
-    hysteresis: int,
-    loss: Tensor | None = None,
-    ring: Tensor | None = None,
-) -> None:
-    """Ends a window: counts it as applied or skipped, moves the scale, and opens the next window as finite.
+def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = None) -> None:
+    """Ends a window: counts it as applied or skipped, moves the scale by ``rule``, and opens the next window as finite.
 
-    An overflow takes one off ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below ``minimum``.  After
-    ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.  The first of
-    several overflows in a row leaves window, ``loss`` (fp32), scale and chunk in ``first_*``.  The struct is recorded in row
-    ``window % len(ring)`` of ``ring``, on its device, with the window's own ``finite``.
+    The first of several overflows in a row leaves window, ``loss`` (fp32), scale and chunk in ``first_*``.
     """
     device = state.words.device
     if runs_kernels(device):
-        run = kernel("finish", "update_scale", (), device)
-        slots = 0 if ring is None else ring.shape[0]
-        rule = float(growth_factor), float(backoff_factor), growth_interval, float(minimum), float(maximum), hysteresis
-        run(1, 32, state.words, loss, ring, slots, *rule)
-        return
-    with torch.no_grad():
-        if loss is not None:
-            state.loss.copy_(loss.reshape(()))
-        window = state.applied + state.skipped
-        _count(state, window)
-        grown = (state.scale * growth_factor).clamp_(max=maximum)
-        backed_off = (state.scale * backoff_factor).clamp_(min=minimum)
-        _move_scale(state, grown, backed_off, growth_interval, hysteresis)
-        if ring is not None:
-            ring[window.long() % len(ring)] = state.words
-        state.finite.fill_(1)
+        kernel("finish", "update_scale", (), device)(1, 32, state.words, loss, rule.struct)
+    else:
+        _close_reference(state, rule, loss)
+
+
+@torch.no_grad()
+def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> None:
+    if loss is not None:
+        state.loss.copy_(loss.reshape(()))
+    window = state.applied + state.skipped
+    held = (state.streak > 0) & (state.finite == 0) if rule.sticky else None
+    _count(state, window)
+    before = state.scale.clone(), state.growth.clone(), state.hysteresis.clone()
+    _move_scale(state, rule)
+    if held is not None:
+        for own, old in zip((state.scale, state.growth, state.hysteresis), before, strict=True):
+            own.copy_(torch.where(held, old, own))
+    if rule.ring is not None:
+        rule.ring[window.long() % len(rule.ring)] = state.words
+        if rule.mirror is not None:
+            rule.mirror.copy_(rule.ring, non_blocking=True)
+    state.finite.fill_(1)
 
 
 def _count(state: StepState, window: Tensor) -> None:
@@ -117,12 +207,14 @@ def _count(state: StepState, window: Tensor) -> None:
     state.skipped.add_(1 - state.finite)
 
 
-def _move_scale(state: StepState, grown: Tensor, backed_off: Tensor, growth_interval: int, hysteresis: int) -> None:
+def _move_scale(state: StepState, rule: ScaleRule) -> None:
+    grown = (state.scale * rule.growth_factor).clamp_(max=rule.maximum)
+    backed_off = (state.scale * rule.backoff_factor).clamp_(min=rule.minimum)
     applied = state.finite > 0
     left = (state.hysteresis - 1).clamp_(min=0)
     growth = (state.growth + 1) * state.finite
-    grows = growth >= growth_interval
+    grows = growth >= rule.growth_interval
     scale = torch.where(grows, grown, state.scale)
     state.scale.copy_(torch.where(~applied & (left == 0), backed_off, scale))
     state.growth.copy_(growth * ~grows)
-    state.hysteresis.copy_(torch.where(applied, hysteresis, left))
+    state.hysteresis.copy_(torch.where(applied, rule.hysteresis, left))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
+from fabricamp.ops.reference import one_each, prepared, rounded, unless_skipped, widened
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
@@ -109,8 +109,11 @@ def sgd_reference(
         if copies is not None:
             rounded(wide, copies)
 
+    if state is None or not skips:
+        update()
+        return
     written: list[Any] = [*parameters, *moving, *filled, *[one for one in copies or () if one is not None]]
-    unless_skipped(state if skips else None, written, update)
+    unless_skipped(state, written, update)
 
 
 def _plus(values: list[Tensor], others: list[Tensor], times: float, keep: Sequence[Tensor]) -> list[Tensor]:
@@ -125,12 +128,14 @@ def _plus(values: list[Tensor], others: list[Tensor], times: float, keep: Sequen
 def _move(buffers: list[Tensor], values: list[Tensor], filled: Sequence[Tensor], rule: SgdRule) -> None:
     """Takes the gradients in, in torch's own order of operations, so that its SGD with ``foreach=True`` has equal bits."""
     on_host = filled[0].device.type == "cpu"
-    before: list[Any] = [one.item() for one in filled] if on_host else list(filled)
+    before = [one.item() for one in filled] if on_host else []
     torch._foreach_mul_(buffers, rule.momentum)
     if rule.dampening == 0 or (on_host and all(before)):
         torch._foreach_add_(buffers, values, alpha=1 - rule.dampening)
     else:
-        shares = [1 - rule.dampening * one for one in before]
+        shares: list[Any] = [1 - rule.dampening * one for one in before]
+        if not on_host:
+            shares = one_each(1 - rule.dampening * torch.stack(list(filled)).double(), values)
         torch._foreach_add_(buffers, torch._foreach_mul(values, shares))
     if not (on_host and all(before)):
         torch._foreach_clamp_min_(list(filled), 1.0)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabricamp.ops import table as tables
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.table import table_of
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.table import Table
 
-__all__ = ["gradient_statistics", "l2norm", "sum_squares", "table_norms"]
+__all__ = ["gradient_statistics", "l2norm", "place_of_statistic", "sum_squares", "table_norms"]
 
 
 @torch.no_grad()
@@ -51,6 +52,19 @@ def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor, divisor: flo
         return sum_squares(table_of(gradients), scale, divisor)
     norms = torch.stack(_norms(gradients)) * (scale * divisor).reciprocal()
     return norms.square_()
+
+
+def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -> int | None:
+    """Returns which of several gradients with so many elements entry ``index`` of :func:`gradient_statistics` is of.
+
+    None where they have no such entry.
+    """
+    chunks = tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
+    for place, size in enumerate(sizes):
+        index -= max(-(-size // chunks), 1)
+        if index < 0:
+            return place
+    return None
 
 
 def sum_squares(table: Table, scale: Tensor | None = None, divisor: float = 1.0) -> Tensor:

@@ -7,6 +7,7 @@ a column is one role over all rows.  Addresses stay in device memory; only those
 from __future__ import annotations
 
 import ctypes
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops import bridge
+from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, same_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +30,7 @@ _INFO: Final = 2
 _COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
 _ALIGNMENT: Final = 16
 _MOST_TABLES: Final = 32
+_NUMBERS: Final = frozenset({float, int, bool})
 
 
 class _Struct(ctypes.Structure):
@@ -79,12 +82,13 @@ class Table:
         self._flag_cell = flags
         self._chunk_size = chunk_size or CHUNK_SIZE
         self._stands: list[dict[int, _Stand]] = [{} for _ in columns]
-        self._anchors = _anchors(self._columns)
+        self._anchors = anchors(self._columns)
+        self._layouts = Layouts(self._anchors)
         self._kinds: dict[Kind, int] = {}
         self._kernels: dict[tuple[str, str], bridge.Kernel] = {}
         self._partial: Tensor | None = None
         self._numbers: Tensor | None = None
-        self._scalars: tuple[tuple[float, ...], ...] = ()
+        self._scalars: tuple[tuple[float | Tensor, ...], ...] = ()
         self._device_scalars: Tensor | None = None
         count = len(self._columns[0])
         self._groups = np.zeros(count, np.int64) if groups is None else np.asarray(groups, np.int64)
@@ -95,10 +99,9 @@ class Table:
         for index, cell in enumerate(cells):
             self._lines[_COLUMNS + len(self._columns) + index] = [0 if one is None else one.data_ptr() for one in cell]
         self._pointers: list[int] = []
-        self._contiguous: list[bool] = []
+        self._dtypes: list[torch.dtype] = []
+        self._devices: list[int] = []
         self._taken: tuple[Tensor | None, ...] | None = None
-        # Where the same address may hold the same elements in another order.
-        self._matrices = [row for row, one in enumerate(self._anchors) if one is not None and one.dim() > 1]
         self._uploaded = torch.empty(self._lines.shape, dtype=torch.int64, device=device)
         self._uploaded.copy_(self._pinned(self._lines), non_blocking=True)
         self._struct = _Struct()
@@ -112,7 +115,7 @@ class Table:
     @property
     def chunks(self) -> int:
         """The number of chunks, which is the number of blocks of a launch."""
-        return len(self._chunk_rows)
+        return self._chunks
 
     @property
     def partial(self) -> Tensor:
@@ -137,6 +140,7 @@ class Table:
         self._lines[0] = np.concatenate(([0], np.cumsum(numbers)[:-1])) if sizes else 0
         self._lines[1] = sizes
         rows = np.repeat(np.arange(len(sizes), dtype=np.int32), numbers)
+        self._chunks = len(rows)
         self._chunk_rows = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         self._chunk_rows.copy_(self._pinned(rows), non_blocking=True)
         self._tickets = torch.zeros(len(sizes), dtype=torch.int32, device=self.device)
@@ -157,41 +161,72 @@ class Table:
                 continue
             if tensor.device != self.device:
                 raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
-            if _same_layout(tensor, anchor):
+            if same_layout(tensor, anchor):
                 addresses[row] = tensor.data_ptr() or _ALIGNMENT  # an empty tensor is at 0, which would mean none
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
             stands[row] = _Stand(tensor.detach(), dense)
             addresses[row] = dense.data_ptr()
         self._stands[index] = stands
+        self._standing = any(self._stands)
 
     def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool = True) -> None:
         """Takes in the tensors of column 0: addresses are compared, and uploaded only where one has moved.
 
-        ``trust`` False looks at dtypes and layouts again even where no address has moved.  The same tuple as last time is taken
-        to be the same memory.  No gradient is kept alive by the table.
+        ``trust`` False looks at dtypes again even where no address has moved.  The same tuple as last time is taken to be the
+        same memory.  No gradient is kept alive by the table.
         """
         if trust and self._taken is not None and gradients is self._taken:
             return
         pointers = addresses(gradients)
-        contiguous = [one is None or one.is_contiguous() for row in self._matrices for one in (gradients[row],)]
+        known = trust and not self._stands[0] and self._layouts.fit(gradients)
         self._taken = None
-        if not trust or pointers != self._pointers or contiguous != self._contiguous:
-            self._pointers, self._contiguous = pointers, contiguous
-            self._columns[0] = list(gradients)
-            self._place(0)
-            self._describe()
-            self._columns[0] = []
-            changing = slice(_INFO, _COLUMNS + 1)
-            self._uploaded[changing].copy_(self._pinned(self._lines[changing]), non_blocking=True)
+        if not known:
+            self._look(gradients, pointers)
+        elif pointers != self._pointers:
+            if -1 in pointers or dtypes(gradients) != self._dtypes or _devices(gradients) != self._devices:
+                self._look(gradients, pointers)
+            else:
+                self._move(pointers)
         if isinstance(gradients, tuple) and not self._stands[0]:
             self._taken = gradients
+
+    def _look(self, gradients: Sequence[Tensor | None], pointers: list[int]) -> None:
+        """Takes in tensors of which nothing is known."""
+        self._pointers = []
+        self._columns[0] = list(gradients)
+        self._place(0)
+        self._describe()
+        self._columns[0] = []
+        self._upload()
+        self._dtypes = []
+        if -1 not in pointers:
+            self._dtypes, self._devices = dtypes(gradients), _devices(gradients)
+            if not self._stands[0]:
+                self._layouts.learn(gradients)
+        self._pointers = pointers
+
+    def _move(self, pointers: list[int]) -> None:
+        """Takes in tensors that are what they were, in the order of their rows, at other addresses."""
+        column = np.asarray(pointers, np.int64)
+        column[column == 0] = _ALIGNMENT
+        self._lines[_COLUMNS] = column
+        aligned = self._others_aligned & (column % _ALIGNMENT == 0)
+        self._lines[_INFO] = self._kinds_and_groups | (aligned.astype(np.int64) << 8)
+        self._upload()
+        self._pointers = pointers
+
+    def _upload(self) -> None:
+        changing = slice(_INFO, _COLUMNS + 1)
+        self._uploaded[changing].copy_(self._pinned(self._lines[changing]), non_blocking=True)
 
     def release(self) -> None:
         """Lets go of gradients that others stand in for; the next :meth:`refresh` looks anew."""
         if self._stands[0]:
             self._stands[0] = {}
+            self._standing = any(self._stands)
             self._pointers = []
+            self._dtypes = []
 
     def _describe(self) -> None:
         """Writes each row's kind, alignment and group."""
@@ -201,20 +236,25 @@ class Table:
             kind = tuple([None if (one := column[row]) is None else one.dtype for column in self._columns])
             # A row that takes no part may be called any kind.
             kinds.append(0 if kind[0] is None else self._kinds.setdefault(kind, len(self._kinds)))
-        aligned = (self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0).all(axis=0)
-        self._lines[_INFO] = np.asarray(kinds, np.int64) | (aligned.astype(np.int64) << 8) | (self._groups << 16)
+        aligned = self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0
+        self._others_aligned = aligned[1:].all(axis=0)
+        self._kinds_and_groups = np.asarray(kinds, np.int64) | (self._groups << 16)
+        self._lines[_INFO] = self._kinds_and_groups | (aligned.all(axis=0).astype(np.int64) << 8)
         if len(self._kinds) != before:
             self._kernels.clear()
 
     def set_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> None:
         """Gives every group its scalars; uploaded, without waiting, only where one has changed.  Tensors are copied each time."""
-        scalars = tuple([tuple([0.0 if isinstance(one, Tensor) else one for one in group]) for group in groups])
+        numbers = _NUMBERS.issuperset(map(type, chain.from_iterable(groups)))
+        scalars = tuple(map(tuple, groups)) if numbers else _without_tensors(groups)
         if scalars != self._scalars:
             if self._device_scalars is None:
                 shape = len(scalars), len(scalars[0])
                 self._device_scalars = torch.empty(shape, dtype=torch.float64, device=self.device)
             self._device_scalars.copy_(self._pinned(np.asarray(scalars, np.float64)), non_blocking=True)
             self._scalars = scalars
+        if numbers:
+            return
         for row, group in enumerate(groups):
             for place, one in enumerate(group):
                 if isinstance(one, Tensor) and self._device_scalars is not None:
@@ -223,7 +263,7 @@ class Table:
     @property
     def lasts(self) -> bool:
         """Whether addresses are all that the table needs: no tensor stands in for another."""
-        return not any(self._stands)
+        return not self._standing
 
     def forget(self) -> None:
         """Lets go of the tensors; their addresses are good for as long as the memory stays theirs."""
@@ -242,7 +282,7 @@ class Table:
 
         Columns from ``first_written`` on are written.
         """
-        stands = any(self._stands)
+        stands = self._standing
         if stands:
             for stand in [one for column in self._stands for one in column.values()]:
                 stand.dense.copy_(stand.tensor)
@@ -271,49 +311,13 @@ class Table:
         return struct
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Returns where each tensor is, 0 for None; as fast as Python can, since every step asks."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
-    except TypeError:  # there is a None
-        return [0 if one is None else one.data_ptr() for one in tensors]
+def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where tensors are, by number."""
+    return list(map(Tensor.get_device, tensors))  # type: ignore[arg-type]
 
 
-def _anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """A tensor a row with the layout that all of it is walked through in: column 1's where that is dense, else contiguous."""
-    anchors: list[Tensor | None] = []
-    for row in zip(*columns[1:], columns[0], strict=True):
-        first = next((tensor for tensor in row if tensor is not None), None)
-        if first is None or is_dense(first):
-            anchors.append(first)
-        else:
-            anchors.append(torch.empty(first.shape, dtype=first.dtype, device=first.device))
-    return anchors
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements fill one stretch of memory without overlap, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _same_layout(tensor: Tensor, anchor: Tensor) -> bool:
-    if tensor.is_contiguous() and anchor.is_contiguous():
-        return True
-    if tensor.shape != anchor.shape:
-        return False
-    return all(
-        own == theirs or size == 1
-        for own, theirs, size in zip(tensor.stride(), anchor.stride(), tensor.shape, strict=True)
-    )
+def _without_tensors(groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
+    return tuple([tuple([0.0 if isinstance(one, Tensor) else one for one in group]) for group in groups])
 
 
 _tables: dict[tuple[object, ...], Table] = {}
@@ -321,9 +325,9 @@ _tables: dict[tuple[object, ...], Table] = {}
 
 def table_of(*columns: Sequence[Tensor]) -> Table:
     """Returns a table of these tensors, the one built before where the same memory comes again."""
-    tensors = [tensor for column in columns for tensor in column]
-    memory = [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    key = (columns[0][0].device, len(columns), *memory)
+    tensors = list(chain.from_iterable(columns))
+    shapes = map(Tensor.size, tensors), map(Tensor.stride, tensors)
+    key = (columns[0][0].device, len(columns), *addresses(tensors), *dtypes(tensors), *chain(*shapes))
     table = _tables.get(key)
     if table is None:
         table = Table(columns, device=columns[0][0].device)

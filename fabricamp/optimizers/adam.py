@@ -76,7 +76,7 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
     ) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
-        if any(one is not None for one in (grads, output_params, scale, grad_norms)):
+        if not (grads is output_params is scale is grad_norms is None):
             raise UnsupportedError(
                 "FusedAdam.step takes a closure only; grads, output_params, scale and grad_norms belonged to an old "
                 "FP16_Optimizer: let a precision scale the loss instead (precision='O1' or 'O2')"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.optimizers.rows import Part, Rows
+from fabricamp.optimizers.idle_hooks import let_hooks_idle
+from fabricamp.optimizers.rows import Known, Part, Rows, zero_gradients
 from fabricamp.optimizers.state_dicts import restore_full_precision, with_steps_by_parameter
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from fabricamp.ops.table import Table
 
 __all__ = ["FusedOptimizer", "UnsupportedError"]
+
+_grad: Final = operator.attrgetter("grad")
+_params: Final = operator.itemgetter("params")
 
 
 class UnsupportedError(ConfigError, RuntimeError):
@@ -58,12 +63,14 @@ class FusedOptimizer(Optimizer):
     """Cells that are as wide as the state: fp64 for fp64 parameters."""
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
     """Attributes that a copy or pickle of the optimizer keeps."""
+    reads_scale: ClassVar[bool] = False
+    """Whether a step reads the scale that its statistics were taken with again: no window may end before it."""
     _step_supports_amp_scaling = True  # torch's GradScaler then hands its flag over instead of reading it
 
     set_grad_none = True
     master_weights = False
     _parts: list[Part] | None = None
-    _known: _Known | None = None
+    _known: Known | None = None
     _explicit = False
     _steering: Steering | None = None
     _own_state: ops.StepState | None = None
@@ -105,33 +112,22 @@ class FusedOptimizer(Optimizer):
         tensors that get the rounded parameters in the same pass.  ``flags``: fp32 numbers in device memory, 0 where the parameter
         takes no part after all.  Give the same list of these each time.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        groups = self.param_groups
+        parameters = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         explicit = gradients is not None
         if gradients is None:
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = list(map(_grad, parameters))
         parts, known = self._parts, self._known
-        if (
-            parts is None
-            or known is None
-            or not known.holds(parameters, copies, flags)
-            or self._has_newcomer(gradients)
-        ):
+        if parts is None or known is None or not known.holds(parameters, gradients, copies, flags):
             parts = self._parts = self._build(parameters, gradients, copies, flags)
-            self._known = _Known(parameters, copies, flags)
-        rules = [self._rule(group).scalars() for group in self.param_groups]
+            self._known = Known(parameters, parts, copies, flags)
+        rules: list[Any] | None = None
         for part in parts:
             self._refresh(part, part.take(gradients), trust=explicit == self._explicit)
             if part.table is not None:
+                rules = rules or [self._rule(group).scalars() for group in groups]
                 part.table.set_scalars(rules)
         self._explicit = explicit
-
-    def _has_newcomer(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether a parameter without a row has a gradient now."""
-        parts = self._parts or ()
-        if sum([len(part.places) for part in parts]) == len(gradients):
-            return False
-        members = {place for part in parts for place in part.places}
-        return any(one is not None and place not in members for place, one in enumerate(gradients))
 
     def _refresh(self, part: Part, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
         try:
@@ -224,13 +220,20 @@ class FusedOptimizer(Optimizer):
         """
         self._steering = Steering(state, limit, skips)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._update()
+        else:  # as under a Precision; asking is cheaper than switching off what is off
+            self._update()
+        return loss
+
+    def _update(self) -> None:
         steering, self._steering = self._steering, None
         if steering is None:
             steering = Steering(self._from_grad_scaler())
@@ -247,7 +250,6 @@ class FusedOptimizer(Optimizer):
                         part.of_group(index), self._rule(group), state, steering.limit, skips=steering.skips
                     )
             part.release()
-        return loss
 
     def _from_grad_scaler(self) -> ops.StepState | None:
         """What torch's GradScaler hands over, in attributes that exist for the length of the step."""
@@ -273,9 +275,18 @@ class FusedOptimizer(Optimizer):
             self._own_state = ops.StepState.on(device)
         return self._own_state
 
+    def _patch_step_function(self) -> None:
+        let_hooks_idle(type(self))
+        super()._patch_step_function()
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forgets the gradients, or zeroes them; None means what ``set_grad_none`` was given at construction."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        if self.set_grad_none if set_to_none is None else set_to_none:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            zero_gradients([parameter for group in self.param_groups for parameter in group["params"]])
 
     # -- state -----------------------------------------------------------------------------------------------------------------
 
@@ -316,32 +327,6 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.forget()
-
-
-class _Known:
-    """What rows were built from: they stay as they are while the parameters are the same objects in the same memory."""
-
-    def __init__(
-        self, parameters: list[Tensor], copies: Sequence[Tensor | None] | None, flags: Sequence[Tensor | None] | None
-    ) -> None:
-        self._parameters = parameters
-        self._pointers = [parameter.data_ptr() for parameter in parameters]
-        self._copies = copies
-        self._copied = [one for one in copies or () if one is not None]
-        self._copied_pointers = [one.data_ptr() for one in self._copied]
-        self._flags = flags
-
-    def holds(
-        self, parameters: list[Tensor], copies: Sequence[Tensor | None] | None, flags: Sequence[Tensor | None] | None
-    ) -> bool:
-        return (
-            copies is self._copies
-            and flags is self._flags
-            and len(parameters) == len(self._parameters)
-            and all(map(operator.is_, parameters, self._parameters))
-            and list(map(Tensor.data_ptr, parameters)) == self._pointers
-            and list(map(Tensor.data_ptr, self._copied)) == self._copied_pointers
-        )
 
 
 def _check(name: str, defaults: dict[str, Any]) -> None:

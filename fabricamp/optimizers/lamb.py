@@ -41,6 +41,7 @@ class FusedLAMB(FusedOptimizer):
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "use_nvlamb")
     counts: ClassVar[bool] = True
     """Whether a step counts itself for each parameter."""
+    reads_scale: ClassVar[bool] = True
     _measured: tuple[Tensor, float] | None = None  # scale and divisor of the statistics of this step's gradients
     _norms: dict[torch.device, Tensor] | None = None
 

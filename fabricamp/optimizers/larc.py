@@ -13,7 +13,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.larc import LarcRule, larc_reference, launch_larc
 from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
-from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Known, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class LARC(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._parts: list[Part] | None = None
-        self._known: list[tuple[int, int]] = []
+        self._known: Known | None = None
         self._own_state: ops.StepState | None = None
         super().__setstate__(state)
 
@@ -102,6 +102,8 @@ class LARC(Optimizer):
         torch.autograd.graph.increment_version([one for one in gradients if one is not None])
         with self._without_weight_decay(), self._flag_handed_on(state):
             self.optim.step()
+        for part in self._parts or ():
+            part.release()
         return loss
 
     def gather(self) -> None:
@@ -117,9 +119,9 @@ class LARC(Optimizer):
         gradients = [parameter.grad for parameter in parameters]
         if any(one is not None and one.layout is not torch.strided for one in gradients):
             raise UnsupportedError("LARC got a sparse gradient; use sparse=False in the embedding")
-        known = [(id(parameter), parameter.data_ptr()) for parameter in parameters]
-        if self._parts is None or known != self._known:
-            self._parts, self._known = self._build(parameters), known
+        if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
+            self._parts = self._build(parameters)
+            self._known = Known(parameters, self._parts, None, None)
         rules = [self._rule(group).scalars() for group in self.param_groups]
         for part in self._parts:
             part.refresh(part.take(gradients), trust=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fabricamp.errors import ConfigError
+from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @torch.no_grad()
     def _step_and_count(self, closure: Callable[[], Any] | None) -> Any:
-        loss = super().step(closure)
+        loss = FusedOptimizer.step(self, closure)  # FusedLAMB's has hooks around it, which have been called already
         for group in self.param_groups:
             group["step"].add_(1.0)
             if self._skip is not None:

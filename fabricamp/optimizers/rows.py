@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -9,13 +11,14 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.layouts import addresses
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["Part", "Rows"]
+__all__ = ["Known", "Part", "Rows", "zero_gradients"]
 
 Value = TypeVar("Value")
 
@@ -30,7 +33,7 @@ class Rows(NamedTuple):
     parameters: list[Tensor]
     states: list[list[Tensor]]
     cells: list[list[Tensor]]
-    copies: list[Tensor | None]
+    copies: list[Tensor | None] | None
 
 
 class Part:
@@ -50,14 +53,20 @@ class Part:
     ) -> None:
         self.device = device
         self.places = places
-        self._groups = groups
+        self._of_group: dict[int, list[int]] = {}
+        for row, group in enumerate(groups):
+            self._of_group.setdefault(group, []).append(row)
         self._parameters = parameters
         self._states = states
         self._cells = cells
         self._copies = copies
+        self._copied = any(copy is not None for copy in copies)
         self._flags = flags
         self._gradients: Sequence[Tensor | None] = ()
-        self._written = [*parameters, *[copy for copy in copies if copy is not None]]
+        # A master's half copy is what forward reads; nobody's backward goes through the master.
+        self._written = [
+            parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
+        ]
         self.table: Table | None = None
         if runs_kernels(device):
             self.table = Table(
@@ -103,9 +112,13 @@ class Part:
     def of_group(self, group: int) -> Rows:
         """Returns the rows of one group that have a gradient."""
         present = self._present()
-        chosen = [row for row, own in enumerate(self._groups) if own == group and present[row] is not None]
+        rows = self._of_group.get(group, [])
+        chosen = [row for row in rows if present[row] is not None]
+        gradients = [gradient for row in chosen if (gradient := present[row]) is not None]
+        if len(chosen) == len(self.places):  # all of them, as in most steps of most optimizers
+            return Rows(gradients, self._parameters, self._states, self._cells, self._copies if self._copied else None)
         return Rows(
-            [gradient for row in chosen if (gradient := present[row]) is not None],
+            gradients,
             [self._parameters[row] for row in chosen],
             [[state[row] for row in chosen] for state in self._states],
             [[cell[row] for row in chosen] for cell in self._cells],
@@ -124,3 +137,64 @@ class Part:
     def entries(self) -> int:
         """How many entries :meth:`statistics` has."""
         return len(self.places) if self.table is None else self.table.chunks
+
+
+class Known:
+    """What rows were built from: they stay as they are while the parameters are the same objects in the same memory."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        parts: Sequence[Part],
+        copies: Sequence[Tensor | None] | None,
+        flags: Sequence[Tensor | None] | None,
+    ) -> None:
+        self._parameters = list(parameters)
+        members = {place for part in parts for place in part.places}
+        self._without = [place for place in range(len(parameters)) if place not in members]
+        # A reference finds the memory through the tensors; only a table has addresses.
+        by_address = any(part.table is not None for part in parts)
+        self._addressed = self._parameters if by_address else []
+        self._pointers = addresses(self._addressed)
+        self._copies = copies
+        self._copied = [one for one in copies or () if one is not None and by_address]
+        self._copied_pointers = addresses(self._copied)
+        self._flags = flags
+
+    def holds(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        copies: Sequence[Tensor | None] | None,
+        flags: Sequence[Tensor | None] | None,
+    ) -> bool:
+        """Whether they stay, and no parameter without a row has a gradient now."""
+        return (
+            copies is self._copies
+            and flags is self._flags
+            and len(parameters) == len(self._parameters)
+            and all(map(operator.is_, parameters, self._parameters))
+            and addresses(self._addressed) == self._pointers
+            and addresses(self._copied) == self._copied_pointers
+            and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
+        )
+
+
+def zero_gradients(parameters: Iterable[Tensor]) -> None:
+    """Fills the gradients with zeros, one operation a device and dtype, and cuts them off what they were computed from."""
+    same: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.grad_fn is not None:
+            gradient.detach_()
+        elif gradient.requires_grad:
+            gradient.requires_grad_(False)
+        same.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
+    for (_, _, layout), gradients in same.items():
+        if layout is torch.strided:
+            torch._foreach_zero_(gradients)
+        else:
+            for gradient in gradients:
+                gradient.zero_()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -17,16 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["restore_full_precision", "with_steps_by_parameter"]
 
+_TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
+"""What only torch's optimizers have in their groups; ``fused=None`` would even deny that a step skips by itself."""
+
 
 def with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
-    """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one a group; refuses what would be lost."""
+    """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one a group; refuses what would be lost.
+
+    Options that only torch's optimizers have are left out.
+    """
     result = {**state_dict, "state": dict(state_dict["state"]), "param_groups": []}
     for group in state_dict["param_groups"]:
         if group.get("amsgrad", False):
             raise CheckpointError(
                 f"this state was saved with amsgrad=True, which {name} does not have; load it into torch.optim.Adam"
             )
-        own = copy.copy(group)
+        own = {key: value for key, value in group.items() if key not in _TORCHS_OWN}
         step = own.pop("step", None)
         result["param_groups"].append(own)
         if "step" not in cells:

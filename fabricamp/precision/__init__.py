@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fabricamp.precision.base import PRECISIONS, Clip, Precision, Verdict
-from fabricamp.precision.level import OptLevel, precision_from
+from fabricamp.precision.level import OptLevel
+from fabricamp.precision.named import precision_from
 
 __all__ = ["PRECISIONS", "Clip", "OptLevel", "Precision", "Verdict", "precision_from"]

@@ -39,6 +39,8 @@ class Verdict(NamedTuple):
     loss: float
     applied_steps: int
     skipped_steps: int
+    ends_run: bool = False
+    """Whether the run has to end for it: by ``nan_policy``, or since nothing but skips has come for too long."""
 
 
 class Precision:
@@ -49,11 +51,21 @@ class Precision:
     """
 
     name: str = "O0"
-    lag: int = 0
-    """How many windows later :meth:`close_window` tells what became of one; 0 where every window is applied."""
+    nan_policy: str | None = None
+    """What a non-finite gradient means: "skip", "stop" or "raise"; None: what the level does by itself."""
     _written: Gradients = IN_PLACE  # those that unscale has seen to already
     accumulating: bool = False
     """Set by the Trainer before :meth:`setup_optimizers`: a window has several micro-batches."""
+
+    @property
+    def lag(self) -> int:
+        """How many windows later :meth:`close_window` tells what became of one; 0 where every window is applied."""
+        return 0
+
+    @property
+    def follows_verdicts(self) -> bool:
+        """Whether learning-rate schedules follow what :meth:`close_window` tells, instead of each window at once."""
+        return self.lag > 0
 
     @property
     def skipped_steps(self) -> int:
@@ -95,6 +107,13 @@ class Precision:
     def accumulate(self) -> None:
         """Adds the micro-batch's gradients to :meth:`accumulation_buffers`; called after each backward where these exist."""
 
+    def window_tensors(self) -> list[Tensor]:
+        """What an open window has beside ``.grad``: a checkpoint keeps it, and a resumed run writes into it."""
+        return list(self.accumulation_buffers() or ())
+
+    def take_window(self) -> None:
+        """Takes note that :meth:`window_tensors` were written into: the window goes on from there."""
+
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         """Runs the user's step; training and evaluation alike."""
         return step(*args)
@@ -117,8 +136,12 @@ class Precision:
         gradients: Gradients = IN_PLACE,
         clip: Clip | None = None,
         run: Callable[[], Any] | None = None,
+        loss: Tensor | None = None,
     ) -> None:
-        """Clips and updates, or skips; ``run`` stands for ``optimizer.step`` where the user overrides the call."""
+        """Clips and updates, or skips; ``run`` stands for ``optimizer.step`` where the user overrides the call.
+
+        ``loss``: given where this step is all of its window, what :meth:`close_window` is called with right after.
+        """
         if gradients is not IN_PLACE:
             self.unscale(optimizer, gradients)
             self._written = IN_PLACE
@@ -138,6 +161,10 @@ class Precision:
     def drain(self) -> list[Verdict]:
         """Reads, waiting, the verdicts that :meth:`close_window` has not told yet, without telling them apart from it."""
         return []
+
+    def explain(self, global_step: int) -> str:
+        """Returns what is known of the overflow for which the run has to end; may wait for the device."""
+        return ""
 
     def refresh_masters(self) -> None:
         """Takes the masters anew from the module's weights, after these were edited in place."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fabricamp import ops
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -21,7 +21,8 @@ __all__ = ["FusedStep", "add_up"]
 class FusedStep(NamedTuple):
     """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
 
-    ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.
+    ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.  ``sticky``, ``closing`` and
+    ``loss`` are those of :func:`~fabricamp.ops.finish`.
     """
 
     state: ops.StepState
@@ -30,6 +31,9 @@ class FusedStep(NamedTuple):
     skips: bool
     strategy: Strategy | None = None
     origin: int = 0
+    sticky: bool = False
+    closing: ops.ScaleRule | None = None
+    loss: Tensor | None = None
 
     def __call__(
         self,
@@ -39,9 +43,8 @@ class FusedStep(NamedTuple):
         gradients: Sequence[Tensor | None] | None = None,
         copies: Sequence[Tensor | None] | None = None,
         flags: Sequence[Tensor | None] | None = None,
-        run: Callable[[], Any] | None = None,
-    ) -> None:
-        """Clips and updates, or skips, all on the device."""
+    ) -> Tensor:
+        """Clips and updates, or skips, all on the device; returns the statistics."""
         optimizer.gather(gradients, copies, flags)
         max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
         limit = clip.value if clip is not None and clip.algorithm == "value" else None
@@ -52,10 +55,19 @@ class FusedStep(NamedTuple):
         else:
             statistics = self.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
         ops.finish(
-            self.state, statistics, scale=self.scale, divisor=self.divisor, max_norm=max_norm, origin=self.origin
+            self.state,
+            statistics,
+            scale=self.scale,
+            divisor=self.divisor,
+            max_norm=max_norm,
+            origin=self.origin,
+            sticky=self.sticky,
+            closing=self.closing,
+            loss=self.loss,
         )
         optimizer.steer(self.state, limit=limit, skips=self.skips)
-        (run or optimizer.step)()
+        optimizer.step()
+        return statistics
 
 
 def add_up(strategy: Strategy, statistics: Tensor) -> Tensor:

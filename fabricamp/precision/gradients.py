@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp.precision.blame import Blame
     from fabricamp.precision.master_weights import MasterWeights
     from fabricamp.strategies.base import Gradients
 
 __all__ = ["Binding", "Gradient"]
+
+_grad: Final = operator.attrgetter("grad")
+_params: Final = operator.itemgetter("params")
 
 
 class Gradient(NamedTuple):
@@ -68,14 +73,19 @@ class Binding:
     ``holders`` get gradients from backward, ``targets`` are updated: fp32 masters for half holders, else the same tensor.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None, *, sums: bool, exchanged: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, masters: MasterWeights | None, blame: Blame, *, sums: bool, exchanged: bool
+    ) -> None:
         self.optimizer = optimizer
+        self.blame = blame
         self.holders: list[Tensor] = []
         self.targets: list[Tensor] = []
         self.flat: list[Tensor] = []
         self.seen: list[Tensor | None] | None = None
         self.found_inf: Tensor | None = None
         self.copies: list[Tensor | None] | None = None
+        self.writes = False
+        """Whether gradients of targets were written since the last :meth:`clear`."""
         self._apart: list[tuple[Tensor, Tensor]] = []  # whose gradients a step clears
         self._present: tuple[Tensor, list[Tensor]] | None = None
         self._masters = masters
@@ -85,7 +95,8 @@ class Binding:
 
     def refresh(self) -> None:
         """Takes in parameters that came with ``add_param_group`` since; what is summed so far is kept."""
-        current = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        current = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         if len(current) == len(self.targets) and all(map(operator.is_, current, self.targets)):
             return
         known = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
@@ -128,6 +139,11 @@ class Binding:
                 sums.present[index] = True
                 sums.flags[index].fill_(1)
         return gradients
+
+    def take_sums(self) -> None:
+        """Takes note of sums that were written from outside: their flags say which parameters they have."""
+        if self._sums is not None and self._sums.flags:
+            self._sums.present = [flag != 0 for flag in torch.cat([flag.cpu() for flag in self._sums.flags]).tolist()]
 
     def gather(self, gradients: Gradients) -> list[Gradient]:
         """Returns the gradients of a window, from wherever they are."""
@@ -189,7 +205,7 @@ class Binding:
 
     def _given(self, gradients: Gradients) -> list[Tensor | None]:
         if gradients.tensors is None:
-            return [holder.grad for holder in self.holders]
+            return list(map(_grad, self.holders))
         if len(gradients.tensors) != len(self.holders):
             raise ConfigError(
                 f"step got {len(gradients.tensors)} gradient tensors for {len(self.holders)} parameters; give one (or None) "
@@ -205,9 +221,12 @@ class Binding:
         self.seen = None
         if self._sums is not None:
             self._sums.clear()
-        for holder, target in self._apart:
-            target.grad = None
+        for holder, _ in self._apart:
             holder.grad = None
+        if self.writes:
+            self.writes = False
+            for _, target in self._apart:
+                target.grad = None
 
     def release(self) -> None:
         """Gives the optimizer back the module's own parameters, with the state of their masters."""

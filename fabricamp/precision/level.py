@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
-from fabricamp.precision.base import PRECISIONS, Precision, Verdict
+from fabricamp.precision.base import Precision, Verdict
 from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
 from fabricamp.precision.casting import CONVERTIBLE, cast_floating, modules_to_convert, own_tensors, owns_any
 from fabricamp.precision.loss_scaler import LAG, LossScaler
 from fabricamp.precision.master_weights import MasterWeights
+from fabricamp.precision.nonfinite import described
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.updates import Updater
 from fabricamp.strategies.base import IN_PLACE, Gradients
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.strategies.base import Strategy
 
-__all__ = ["OptLevel", "precision_from"]
+__all__ = ["OptLevel"]
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _HALF = (torch.float16, torch.bfloat16)
@@ -72,7 +73,6 @@ class OptLevel(Precision):
         }
         self.level = resolve(level, overrides)
         self.name = self.level.name
-        self.lag = LAG if self.level.dynamic else 0
         self._has_sums = False
         self._has_trained = False
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
@@ -81,12 +81,32 @@ class OptLevel(Precision):
         self._device = torch.device("cpu")
         self._scaler: LossScaler | None = None
         self._updater: Updater | None = None
+        self._module: nn.Module | None = None
         self._full = MasterWeights()
         self._handles: list[RemovableHandle] = []
         self._autocast: AbstractContextManager[None] = _NOTHING
         self._inside: AbstractContextManager[None] = _NOTHING
         self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOTHING, _NOTHING)
         self._saved: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the scaler, whose kernels know its memory: a copy makes one of its own."""
+        return {**self.__dict__, "_scaler": None}
+
+    @property
+    def lag(self) -> int:
+        """How many windows later :meth:`close_window` tells what became of one; 0 where every window is applied."""
+        return LAG if self.level.dynamic or self.nan_policy is not None else 0
+
+    @property
+    def follows_verdicts(self) -> bool:
+        """Whether learning-rate schedules follow applied windows; not where the first one that is not applied is the end."""
+        return self.level.dynamic or self.nan_policy == "skip"
+
+    def take_nan_policy(self, policy: str | None) -> None:
+        """Sets what a non-finite gradient means, before the module is converted."""
+        if policy != self.nan_policy:
+            self.nan_policy, self._scaler = policy, None
 
     @property
     def skipped_steps(self) -> int:
@@ -95,7 +115,7 @@ class OptLevel(Precision):
 
     @property
     def applied_steps(self) -> int:
-        """Windows applied under a dynamic scale, as far as the host knows without waiting."""
+        """Windows applied where some may be skipped, as far as the host knows without waiting."""
         return self._scaler.known.applied_steps if self._scaler is not None else 0
 
     @property
@@ -144,19 +164,12 @@ class OptLevel(Precision):
             self._bound(module, converted)
         if level.autocast is not None or converted:
             self._outside = (without_autocast(self._device.type), OutsideStep())
-        if level.dynamic and (self._scaler is None or self._scaler.device != self._device):
+        if self.lag and (self._scaler is None or self._scaler.device != self._device):
             self._scaler = self._new_scaler()
             self.load_state_dict(self._saved)
 
     def _new_scaler(self) -> LossScaler:
-        level = self.level
-        return LossScaler(
-            self._device,
-            num_losses=level.num_losses,
-            window=level.scale_window,
-            minimum=level.min_loss_scale,
-            maximum=level.max_loss_scale,
-        )
+        return LossScaler.for_level(self.level, self._device, sticky=self.nan_policy in ("stop", "raise"))
 
     def _check_autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in module.named_parameters():
@@ -203,7 +216,7 @@ class OptLevel(Precision):
         """Undoes :meth:`convert_module`: weights in the dtype they came in (the masters' values), hooks removed."""
         if self._updater is not None:
             self._updater.release()
-            self._updater = None
+            self._updater = self._module = None
             self._has_trained = True
         self._full.restore()
         for handle in self._handles:
@@ -222,8 +235,9 @@ class OptLevel(Precision):
 
     def setup_optimizers(self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy) -> None:
         """Gives the optimizers their masters, in the ``param_groups`` that they have."""
-        if self._plain:
+        if self._plain and self.nan_policy is None:
             return
+        self._module = module
         if self._scaler is not None and self._has_trained:
             # Another fit: what the one before learnt, and its last verdicts, are not this one's.
             self._scaler, self._has_trained = self._new_scaler(), False
@@ -238,6 +252,7 @@ class OptLevel(Precision):
             static_scale=self.scale if self._scaler is None else 1.0,
             masters=masters,
             sums=self._has_sums,
+            plain=self._plain,
         )
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
@@ -255,6 +270,16 @@ class OptLevel(Precision):
         if self._updater is not None and self._has_sums and not self._several_losses:
             self._updater.collect()
 
+    def window_tensors(self) -> list[Tensor]:
+        """What an open window has beside ``.grad``: sums, and what is known of each of several losses."""
+        losses = self._scaler.losses if self._several_losses and self._scaler is not None else []
+        return [*super().window_tensors(), *(state.words for state in losses)]
+
+    def take_window(self) -> None:
+        """Takes note that :meth:`window_tensors` were written into."""
+        if self._updater is not None and self._has_sums:
+            self._updater.take_sums()
+
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         """Runs the user's step under autocast, or with the half module's boundary armed."""
         with self._autocast, self._inside:
@@ -264,7 +289,7 @@ class OptLevel(Precision):
         self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
     ) -> None:
         """Runs ``run(loss, **options)`` on the scaled loss, fp32 at least."""
-        if self._scaler is not None:
+        if self._scaler is not None and self.level.dynamic:
             if not 0 <= loss_id < len(self._scaler.losses):
                 raise ConfigError(
                     f"loss_id={loss_id} with precision {self.name!r} and num_losses={len(self._scaler.losses)}; "
@@ -291,32 +316,47 @@ class OptLevel(Precision):
         gradients: Gradients = IN_PLACE,
         clip: Clip | None = None,
         run: Callable[[], Any] | None = None,
+        loss: Tensor | None = None,
     ) -> None:
         """Unscales, clips and updates, or skips; then rounds the masters into the module."""
         if self._updater is not None and run is None and isinstance(optimizer, FusedOptimizer):
-            self._updater.step(
-                optimizer, gradients, clip, None
-            )  # nothing in it that autocast or a boundary would touch
+            # Nothing in it that autocast or a boundary would touch.
+            self._updater.step(optimizer, gradients, clip, None, loss)
             return
         with self._outside[0], self._outside[1]:
             if self._updater is None:
                 super().step(optimizer, gradients, clip, run)
             else:
-                self._updater.step(optimizer, gradients, clip, run)
+                self._updater.step(optimizer, gradients, clip, run, loss)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # a step inside the user's step: the half weights it cached are old ones
 
     def close_window(self, loss: Tensor | None) -> Verdict | None:
-        """Ends an update window; returns what became of the window two windows ago under a dynamic scale."""
-        if self._scaler is None:
+        """Ends an update window; returns what became of the window two windows ago where windows may be skipped."""
+        scaler = self._scaler
+        if scaler is None:
             return None
-        if self._updater is not None:
+        if self._several_losses and self._updater is not None:
             self._updater.agree()
-        return self._scaler.close(loss)
+        verdict = scaler.close(loss)
+        if verdict is not None and not verdict.applied and self._updater is not None:
+            self._updater.look_at(scaler.overflow)
+        return verdict
 
     def drain(self) -> list[Verdict]:
         """Reads, waiting, the verdicts that :meth:`close_window` has not told yet; they stay to be told."""
         return self._scaler.pending() if self._scaler is not None else []
+
+    def explain(self, global_step: int) -> str:
+        """Returns which gradients were not finite first, in the overflow for which the run has to end; waits for the device."""
+        scaler, updater = self._scaler, self._updater
+        if scaler is None or updater is None or self._module is None:
+            return ""
+        if self.nan_policy == "stop":
+            scaler.settle()
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        blamed = [names[id(one)] for one in updater.blamed(scaler.overflow) if id(one) in names]
+        return described(scaler.overflow, blamed, global_step - 1 - scaler.windows_since(scaler.overflow))
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 
@@ -329,7 +369,7 @@ class OptLevel(Precision):
         return self._full.in_state(module, state) if self.level.master_weights else state
 
     def state_dict(self) -> dict[str, Any]:
-        """Level and dtypes, and under a dynamic scale its scales, counters and the verdicts on their way."""
+        """Level and dtypes, and where windows may be skipped the scales, counters and the verdicts on their way."""
         level = self.level
         state: dict[str, Any] = {
             "level": level.name,
@@ -341,42 +381,12 @@ class OptLevel(Precision):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave at any level; a scale starts fresh where that level had none."""
+        """Takes back what :meth:`state_dict` gave at any level; a scale starts fresh where one of the two is a constant."""
         if self._scaler is None:
             self._saved = state
-        elif "scaler" in state:
+        elif "scaler" in state and (state.get("loss_scale") == "dynamic") == self.level.dynamic:
             self._scaler.load_state_dict(state["scaler"])
 
 
 def _at_least_fp32(loss: Tensor) -> Tensor:
     return loss.float() if loss.dtype in _HALF else loss
-
-
-def precision_from(value: str | int | Precision) -> Precision:
-    """Returns the Precision that ``value`` names (32 and 16 as Lightning means them), or ``value`` itself where it is one."""
-    if isinstance(value, Precision):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ConfigError(
-            f"precision={value!r} is not allowed; give a name ({', '.join(map(repr, PRECISIONS.names()))}) or an object such as "
-            "OptLevel('O2', loss_scale=128.0)"
-        )
-    name = str(value)
-    if name.upper() in PRECISIONS.names() and name not in PRECISIONS.names():
-        raise ConfigError(f"precision={name!r} is not known{nearest(name.upper(), PRECISIONS.names())}")
-    return PRECISIONS.build(name)
-
-
-def _register(names: Sequence[str], build: Callable[[], Precision]) -> None:
-    for name in names:
-        PRECISIONS.add(name, build)
-
-
-_register(("O0", "32-true", "32"), Precision)
-_register(("O1", "16-mixed", "16"), lambda: OptLevel("O1"))
-_register(("O2",), lambda: OptLevel("O2"))
-_register(("O3", "16-true"), lambda: OptLevel("O3"))
-_register(("O4", "bf16-mixed", "bf16"), lambda: OptLevel("O4"))
-_register(("O5",), lambda: OptLevel("O5"))
-_register(("bf16-true",), lambda: OptLevel("O3", cast_model_type=torch.bfloat16))
-_register(("64-true", "64"), lambda: OptLevel("O3", cast_model_type=torch.float64))

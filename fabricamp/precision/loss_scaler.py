@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: its state lives on the device, its verdicts reach the host exactly two windows later, through a ring."""
+"""Loss scaling whose state lives on the device; its verdicts reach the host exactly two windows later, through a ring."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -12,21 +12,43 @@ from fabricamp.precision.base import Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LAG", "LossScaler"]
+    from fabricamp.precision.opt_levels import Level
+
+__all__ = ["LAG", "PATIENCE", "LossScaler", "Overflow"]
 
 LAG: Final = 2
 """How many windows later the host reads what became of one: the same on every device and rank, so that resumed runs agree."""
-_SLOTS: Final = 4
+PATIENCE: Final = 20
+"""How many windows in a row may be skipped while the scale is at its floor."""
+SLOTS: Final = 4
 INITIAL_SCALE: Final = 2.0**16
 FACTOR: Final = 2.0
+
+_WORDS: Final = ops.StepState.WORDS
+_FINITE, _SCALE, _LOSS, _APPLIED, _SKIPPED = map(ops.StepState.word, ("finite", "scale", "loss", "applied", "skipped"))
+_FIRST_WINDOW, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
+    ops.StepState.word, ("first_window", "first_loss", "first_scale", "first_chunk")
+)
+
+
+class Overflow(NamedTuple):
+    """What was seen in the first of several windows that were skipped in a row; ``chunk`` -1 where it is not known."""
+
+    window: int
+    loss: float
+    scale: float
+    chunk: int
 
 
 class LossScaler:
     """One scale a loss, one verdict a window.
 
     ``state`` is the struct that steps write to.  With one loss it holds that loss's scale too; with several each has a struct
-    of its own in ``losses``.  A window ends with :meth:`close`, which copies ``state`` into a ring on the device and from
-    there into pinned host memory, and reads the slot of two windows ago.
+    of its own in ``losses``.  A window ends with :meth:`close`, or in the launch of a step that was given :meth:`closing`; its
+    struct is then in a ring, on the device and in pinned host memory, and the host reads the slot of two windows ago.
+
+    ``sticky``: behind a skipped window every other one is skipped too, and the scale stays.  A scale that ``minimum`` and
+    ``maximum`` leave no room is a constant one.
     """
 
     def __init__(
@@ -38,75 +60,153 @@ class LossScaler:
         minimum: float = 2.0**-14,
         maximum: float = 2.0**24,
         hysteresis: int = 1,
+        sticky: bool = False,
     ) -> None:
         self.device = torch.device(device)
-        self._rule: dict[str, Any] = {
-            "growth_factor": FACTOR,
-            "backoff_factor": 1 / FACTOR,
-            "growth_interval": window,
-            "minimum": minimum,
-            "maximum": maximum,
-            "hysteresis": hysteresis,
-        }
+        self.sticky = sticky
         scale = max(min(INITIAL_SCALE, maximum), minimum)
         self.state = ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis)
         self.losses = [self.state]
         if num_losses > 1:
             self.losses = [ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis) for _ in range(num_losses)]
-        self._ring = torch.zeros(_SLOTS, ops.StepState.WORDS, dtype=torch.int32, device=self.device)
         cuda = self.device.type == "cuda"
-        self._host = torch.zeros(_SLOTS, ops.StepState.WORDS, dtype=torch.int32, pin_memory=cuda)
-        self._integers = self._host.numpy()
-        self._floats = self._host.view(torch.float32).numpy()
-        self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
+        self._ring = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
+        self._host = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, pin_memory=True) if cuda else self._ring
+        # As Python numbers, ten times as fast as by way of a tensor.
+        words: Any = self._host.view(-1).numpy()
+        self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
+        moves: dict[str, Any] = {
+            "growth_interval": window,
+            "minimum": minimum,
+            "maximum": maximum,
+            "hysteresis": hysteresis,
+        }
+        self._loss_rule = ops.ScaleRule(growth_factor=FACTOR, backoff_factor=1 / FACTOR, **moves)
+        # With several losses the window's own struct only shows a scale.
+        growth, backoff = (FACTOR, 1 / FACTOR) if num_losses == 1 else (1.0, 1.0)
+        moves |= {"sticky": sticky, "ring": self._ring, "mirror": self._host if cuda else None}
+        self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
+        self._limits = minimum, maximum
+        self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32).tolist()
         self._windows = 0
+        self._closed = False
+        self._settled = False
+        self._heeded_from = 0
+        self._at_floor = 0
+        self.overflow = Overflow(0, float("nan"), scale, -1)
         self.known = Verdict(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
+
+    @classmethod
+    def for_level(cls, level: Level, device: torch.device, *, sticky: bool) -> LossScaler:
+        """Returns the scaler of an opt level; a constant scale has one loss."""
+        if level.loss_scale != "dynamic":
+            return cls(device, minimum=level.loss_scale, maximum=level.loss_scale, sticky=sticky)
+        return cls(
+            device,
+            num_losses=level.num_losses,
+            window=level.scale_window,
+            minimum=level.min_loss_scale,
+            maximum=level.max_loss_scale,
+            sticky=sticky,
+        )
+
+    @property
+    def slot(self) -> int:
+        """The slot that the open window will have in the ring."""
+        return self._windows % SLOTS
+
+    def closing(self) -> ops.ScaleRule:
+        """Returns the rule for a launch that ends the window; with one loss.  :meth:`close` then only reads."""
+        self._closed = True
+        return self._rule
 
     def close(self, loss: Tensor | None) -> Verdict | None:
         """Ends a window: moves the scales, and returns what became of the window two windows ago (None before there is one)."""
+        if self._closed:
+            self._closed = False
+        else:
+            self._close(loss)
+        if self._events:
+            self._events[self._windows % SLOTS].record()
+        self._windows += 1
+        window = self._windows - 1 - LAG
+        if window < 0:
+            return None
+        self.known, self._at_floor = self._read(window, self._at_floor)
+        return self.known
+
+    def _close(self, loss: Tensor | None) -> None:
         state = self.state
         if loss is None:
             state.loss.fill_(float("nan"))
         else:
-            loss = loss.detach().to(self.device, torch.float32)
-        rule = self._rule
+            loss = self.as_loss(loss)
         if len(self.losses) > 1:
             for one in self.losses:
-                ops.update_scale(one, **rule)
-            state.scale.copy_(self.losses[0].scale)
-            rule = {**rule, "growth_factor": 1.0, "backoff_factor": 1.0}
-        ops.update_scale(state, **rule, loss=loss, ring=self._ring)
-        self._publish(self._windows % _SLOTS)
-        self._windows += 1
-        if self._windows <= LAG:
-            return None
-        self.known = self._read((self._windows - 1 - LAG) % _SLOTS)
-        return self.known
+                ops.update_scale(one, self._loss_rule)
+            state.scale.copy_(torch.stack([one.scale for one in self.losses]).amin())
+        ops.update_scale(state, self._rule, loss=loss)
+
+    def as_loss(self, loss: Tensor) -> Tensor:
+        """Returns ``loss`` as a rule takes it: one fp32 number on the device."""
+        if loss.dtype is torch.float32 and loss.device == self.device:
+            return loss.detach()
+        return loss.detach().to(self.device, torch.float32)
 
     def pending(self) -> list[Verdict]:
         """Reads, waiting, the verdicts that :meth:`close` has not told yet, oldest first; they stay to be told."""
-        first = max(self._windows - LAG, 0)
-        verdicts = [self._read(window % _SLOTS) for window in range(first, self._windows)]
+        verdicts, at_floor = [], self._at_floor
+        for window in range(max(self._windows - LAG, 0), self._windows):
+            verdict, at_floor = self._read(window, at_floor)
+            verdicts.append(verdict)
         self.known = verdicts[-1] if verdicts else self.known
         return verdicts
 
-    def _publish(self, slot: int) -> None:
-        # All slots: which one is new, only the device knows in a replayed graph.
-        self._host.copy_(self._ring, non_blocking=True)
-        if self._events:
-            self._events[slot].record()
-
-    def _read(self, slot: int) -> Verdict:
+    def _read(self, window: int, at_floor: int) -> tuple[Verdict, int]:
+        """The verdict on a window, and how many in a row were skipped at the floor by then (``at_floor`` before it)."""
+        slot = window % SLOTS
         if self._events and not self._events[slot].query():
             self._events[slot].synchronize()
-        word = ops.StepState.word
-        return Verdict(
-            applied=bool(self._integers[slot, word("finite")]),
-            scale=float(self._floats[slot, word("scale")]),
-            loss=float(self._floats[slot, word("loss")]),
-            applied_steps=int(self._integers[slot, word("applied")]),
-            skipped_steps=int(self._integers[slot, word("skipped")]),
+        word = slot * _WORDS
+        integers, floats = self._integers, self._floats
+        applied = integers[word + _FINITE] != 0
+        ends_run = False
+        if applied:
+            at_floor = 0
+        else:
+            # A window ran with the scale that the one before it left.
+            left = floats[(window - 1) % SLOTS * _WORDS + _SCALE] if window else self._initial
+            at_floor = at_floor + 1 if left <= self._floor else 0
+            ends_run = at_floor >= PATIENCE or (self.sticky and window >= self._heeded_from)
+            self.overflow = Overflow(
+                integers[word + _FIRST_WINDOW],
+                floats[word + _FIRST_LOSS],
+                floats[word + _FIRST_SCALE],
+                integers[word + _FIRST_CHUNK],
+            )
+        verdict = Verdict(
+            applied,
+            floats[word + _SCALE],
+            floats[word + _LOSS],
+            integers[word + _APPLIED],
+            integers[word + _SKIPPED],
+            ends_run,
         )
+        return verdict, at_floor
+
+    def slot_of(self, overflow: Overflow) -> int:
+        """Returns the slot of the window that ``overflow`` is of; the last one's where that has been used again since."""
+        recent = self.windows_since(overflow) < SLOTS
+        return (overflow.window if recent else self._windows - 1) % SLOTS
+
+    def windows_since(self, overflow: Overflow) -> int:
+        """Returns how many windows ended after the one that ``overflow`` is of."""
+        return self._windows - 1 - overflow.window
+
+    def settle(self) -> None:
+        """Lets a run that goes on from the state saved from now on start afresh, not sticky with this one's overflow."""
+        self._settled = True
 
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters, the verdicts on their way, and what the host knew; tensors are copies on the device."""
@@ -116,6 +216,8 @@ class LossScaler:
             "ring": self._ring.clone(),
             "windows": self._windows,
             "known": list(self.known),
+            "at_floor": self._at_floor,
+            "sticky": self.sticky and not self._settled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,9 +225,16 @@ class LossScaler:
         self.state.load_state_dict(state["window"])
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
-            own.scale.clamp_(self._rule["minimum"], self._rule["maximum"])
+            own.scale.clamp_(*self._limits)
         self._ring.copy_(state["ring"])
+        if self._host is not self._ring:
+            self._host.copy_(self._ring, non_blocking=True)
+            for event in self._events:
+                event.record()
         self._windows = int(state["windows"])
         self.known = Verdict(*state["known"])
-        for slot in range(_SLOTS):
-            self._publish(slot)
+        self._at_floor = int(state.get("at_floor", 0))
+        if self.sticky and not state.get("sticky", False):
+            # Overflows of a run that skipped them, or that ended for them, are not this one's.
+            self.state.streak.zero_()
+            self._heeded_from = self._windows

@@ -12,21 +12,24 @@ import torch
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.base import demands_closure
+from fabricamp.precision.base import clip_gradients, demands_closure, write_gradients
+from fabricamp.precision.blame import Blame
 from fabricamp.precision.fused import FusedStep, add_up
 from fabricamp.precision.gradients import Binding, Gradient
 from fabricamp.precision.master_weights import round_to
+from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
+from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
 
     from fabricamp.precision.base import Clip
-    from fabricamp.precision.loss_scaler import LossScaler
+    from fabricamp.precision.loss_scaler import LossScaler, Overflow
     from fabricamp.precision.master_weights import MasterWeights
-    from fabricamp.strategies.base import Gradients, Strategy
+    from fabricamp.strategies.base import Gradients
 
 __all__ = ["Updater"]
 
@@ -34,9 +37,10 @@ logger = logging.getLogger("fabricamp")
 
 
 class Updater:
-    """Steps optimizers whose gradients are scaled, half, or both.
+    """Steps optimizers whose gradients are scaled, half, or looked at for values that are not finite.
 
-    ``scaler`` None: the scale is a constant, and no step is skipped.
+    ``scaler`` None: the scale is a constant, and no step is skipped.  ``plain``: gradients are fp32 and unscaled, so torch's own
+    arithmetic writes and clips them.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class Updater:
         static_scale: float,
         masters: MasterWeights | None,
         sums: bool,
+        plain: bool = False,
     ) -> None:
         self._strategy = strategy
+        self._plain = plain
         self._name = name
         self._scaler = scaler
         self._several_losses = scaler is not None and len(scaler.losses) > 1
@@ -60,11 +66,16 @@ class Updater:
         self._one = torch.ones((), device=device)
         self._constant = torch.full((), float(static_scale), device=device)
         self._told = False
+        self._first: tuple[int, Tensor | None] | None = None
         exchanged = sums and strategy.distributed and strategy.world_size > 1
         self._bindings: dict[Any, Binding] = {}
+        # A step that is the whole window ends it too, in the same launch.
+        self._closes = len(optimizers) == 1 and not self._several_losses
+        self._knows_parameters = type(strategy).reduce_statistics is Strategy.reduce_statistics
         for optimizer in optimizers:
             self._check(optimizer, masters is not None or sums)
-            binding = Binding(optimizer, masters, sums=sums, exchanged=exchanged)
+            blame = Blame(optimizer, origin=len(self._bindings) * _numbers_each(optimizers))
+            binding = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
             self._bindings[optimizer] = binding
             if masters is not None or sums:
                 # Backward fills other tensors than those of param_groups: these have to be cleared too.
@@ -81,8 +92,8 @@ class Updater:
         scaled = self._scaler is not None or self._static_scale != 1
         if (scaled or elsewhere) and demands_closure(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__}.step runs forward and backward itself, which cannot work with loss scaling or "
-                f"fp32 masters (precision {self._name!r}); use precision 'O0' or 'O4'"
+                f"{type(optimizer).__name__}.step runs forward and backward itself, which cannot work with loss scaling, a "
+                f"nan_policy or fp32 masters (precision {self._name!r}); use precision 'O0' or 'O4' and nan_policy=None"
             )
 
     def _check_shared(self) -> None:
@@ -116,6 +127,11 @@ class Updater:
             return self._binding(optimizer).flat
         return [flat for binding in self._bindings.values() for flat in binding.flat]
 
+    def take_sums(self) -> None:
+        """Takes note of sums that were written from outside."""
+        for binding in self._bindings.values():
+            binding.take_sums()
+
     def collect(self, loss_id: int | None = None) -> None:
         """Moves every ``.grad`` into the sums: as it is, or unscaled and checked for the scaler of ``loss_id``."""
         if loss_id is None:
@@ -145,7 +161,7 @@ class Updater:
         binding = self._binding(optimizer)
         if binding.seen is not None:
             return
-        self._write(binding, gradients, None)
+        self._write(binding, gradients, None, None)
         binding.found_inf = self._state.found_inf.clone()
         binding.seen = [target.grad for target in binding.targets]
         for holder, target in zip(binding.holders, binding.targets, strict=True):
@@ -153,15 +169,20 @@ class Updater:
 
     @torch.no_grad()
     def step(
-        self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, run: Callable[[], Any] | None
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        clip: Clip | None,
+        run: Callable[[], Any] | None,
+        loss: Tensor | None,
     ) -> None:
-        """Clips and updates, or skips."""
+        """Clips and updates, or skips; ends the window too where ``loss`` is given and that can be done in the same launch."""
         binding = self._binding(optimizer)
         if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
-            self._step_fused(optimizer, binding, gradients, clip)
+            self._step_fused(optimizer, binding, gradients, clip, loss)
             return
         if binding.seen is None:
-            self._write(binding, gradients, clip)
+            self._write(binding, gradients, clip, loss)
             found_inf = self._state.found_inf
         else:
             found_inf = self._rewrite(binding, binding.seen, clip)
@@ -170,21 +191,86 @@ class Updater:
         round_to([target for target, _ in pairs], [holder for _, holder in pairs])
         binding.clear()
 
-    def _step_fused(self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None) -> None:
+    def _step_fused(
+        self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None
+    ) -> None:
         """Statistics, finish and update; ``.grad`` stays as backward left it."""
         values, flags = binding.rows(gradients)
-        step = FusedStep(self._state, self._loss_scale(), gradients.divisor, self._scaler is not None, self._strategy)
-        step(optimizer, clip, gradients=values, copies=binding.copies, flags=flags)
+        scaler, scale, divisor = self._scaler, self._loss_scale(), gradients.divisor
+        if scaler is None:
+            step = FusedStep(self._state, scale, divisor, skips=False, strategy=self._strategy)
+        else:
+            closing, loss = self._closing(None if optimizer.reads_scale else loss)
+            origin, sticky = binding.blame.origin, scaler.sticky
+            step = FusedStep(self._state, scale, divisor, True, self._strategy, origin, sticky, closing, loss)
+        statistics = step(optimizer, clip, gradients=values, copies=binding.copies, flags=flags)
+        if scaler is not None:
+            binding.blame.note(scaler.slot, statistics)
         binding.clear()
 
-    def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None) -> None:
+    def _closing(self, loss: Tensor | None) -> tuple[ops.ScaleRule | None, Tensor | None]:
+        """The rule that ends the window in a step's own launch, with the loss for it; None where that takes a launch more."""
+        scaler = self._scaler
+        if loss is None or scaler is None or not self._closes:
+            return None, None
+        return scaler.closing(), scaler.as_loss(loss)
+
+    def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Puts a window's gradients into ``.grad``, unscaled, averaged and clipped."""
+        binding.writes = True
+        if self._plain:
+            self._look(binding, gradients, clip, loss)
+            return
         gathered = binding.gather(gradients)
         filled = {id(gradient.target) for gradient in gathered}
         for target in binding.targets:
             if id(target) not in filled:
                 target.grad = None
         pairs = [_pair(gradient) for gradient in gathered]
-        self._scale(pairs, self._loss_scale(), gradients.divisor, clip)
+        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
+        max_norm, limit = _limits(clip)
+        scale, divisor = self._loss_scale(), gradients.divisor
+        if self._scaler is None and max_norm is None:
+            ops.scale(sources, destinations, 1.0 / (self._static_scale * divisor), limit)
+            return
+        self._finish(binding, [one.target for one in gathered], sources, scale, divisor, max_norm, loss)
+        ops.scale(sources, destinations, self._state.multiplier, limit)
+
+    def _look(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes and clips by torch's own arithmetic, as without a policy, after a look at whether all is finite."""
+        write_gradients(binding.optimizer, gradients)
+        targets = [target for target in binding.targets if target.grad is not None]
+        self._finish(binding, targets, [_values(target.grad) for target in targets], self._one, 1.0, None, loss)
+        if clip is not None:
+            clip_gradients(binding.optimizer, clip)
+
+    def _finish(
+        self,
+        binding: Binding,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        scale: Tensor,
+        divisor: float,
+        max_norm: float | None,
+        loss: Tensor | None,
+    ) -> None:
+        """Statistics of the gradients of ``targets``, and what they mean for the step."""
+        scaler, blame = self._scaler, binding.blame
+        statistics = add_up(self._strategy, ops.gradient_statistics(sources, scale, divisor))
+        closing, loss = self._closing(loss)
+        ops.finish(
+            self._state,
+            statistics,
+            scale=scale,
+            divisor=divisor,
+            max_norm=max_norm,
+            origin=blame.origin,
+            sticky=scaler is not None and scaler.sticky,
+            closing=closing,
+            loss=loss,
+        )
+        if scaler is not None:
+            blame.note(scaler.slot, statistics, targets, [source.numel() for source in sources])
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
@@ -192,10 +278,18 @@ class Updater:
             if holder is not target and holder.grad is not shown and target.grad is shown:
                 target.grad = None if holder.grad is None else holder.grad.to(target.dtype)
         assert binding.found_inf is not None
-        if clip is None:
+        if clip is None or self._plain:
+            if clip is not None:
+                clip_gradients(binding.optimizer, clip)
             return binding.found_inf
-        values = [_values(target.grad) for target in binding.targets if target.grad is not None]
-        self._scale([(value, value) for value in values], self._one, 1.0, clip)
+        targets = [target for target in binding.targets if target.grad is not None]
+        values = [_values(target.grad) for target in targets]
+        max_norm, limit = _limits(clip)
+        if self._scaler is None and max_norm is None:
+            ops.scale(values, values, 1.0, limit)
+            return binding.found_inf
+        self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
+        ops.scale(values, values, self._state.multiplier, limit)
         return torch.maximum(binding.found_inf, self._state.found_inf)
 
     def _loss_scale(self) -> Tensor:
@@ -204,28 +298,15 @@ class Updater:
             return self._constant
         return self._one if self._several_losses else self._state.scale
 
-    def _scale(self, pairs: list[tuple[Tensor, Tensor]], scale: Tensor, divisor: float, clip: Clip | None) -> None:
-        """Statistics, finish, one pass over the gradients."""
-        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
-        max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
-        limit = clip.value if clip is not None and clip.algorithm == "value" else None
-        if self._scaler is None and max_norm is None:
-            static = 1.0 if scale is self._one else self._static_scale
-            ops.scale(sources, destinations, 1.0 / (static * divisor), limit)
-            return
-        statistics = add_up(self._strategy, ops.gradient_statistics(sources, scale, divisor))
-        ops.finish(self._state, statistics, scale=scale, divisor=divisor, max_norm=max_norm)
-        ops.scale(sources, destinations, self._state.multiplier, limit)
-
     def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
         update = run or optimizer.step
         if self._half_on_cpu and isinstance(optimizer, torch.optim.SGD):
-            _leave_fused(optimizer, tell=self._strategy.rank == 0)
+            leave_fused(optimizer, tell=self._strategy.rank == 0)
         if self._scaler is None:
             with torch.enable_grad():
                 update()
-        elif run is None and _skips_by_itself(optimizer) and _prepare_to_skip(optimizer):
-            _run_unless_overflow(optimizer, found_inf)
+        elif run is None and may_skip(optimizer):
+            run_unless_overflow(optimizer, found_inf)
         else:
             self._tell_of_wait(optimizer, run)
             if not found_inf.item():
@@ -246,11 +327,47 @@ class Updater:
             type(optimizer).__name__, self._name, cure,
         )  # fmt: skip
 
+    def look_at(self, overflow: Overflow) -> None:
+        """Finds, while that is known, whose gradient had the lowest bad chunk of an overflow."""
+        if self._first is not None and self._first[0] == overflow.window:
+            return
+        first = None
+        if self._scaler is not None and self._knows_parameters and overflow.chunk >= 0:
+            number, index = divmod(overflow.chunk, _numbers_each(self._bindings))
+            blame = list(self._bindings.values())[number].blame
+            first = blame.target(index, self._scaler.slot_of(overflow))
+        self._first = overflow.window, first
+
+    def blamed(self, overflow: Overflow) -> list[Tensor]:
+        """Returns what backward filled with non-finite gradients: the first of that overflow, then the last window's."""
+        self.look_at(overflow)
+        found = [self._first[1]] if self._first is not None and self._first[1] is not None else []
+        if self._knows_parameters:
+            found += [target for binding in self._bindings.values() for target in binding.blame.last_targets()]
+        holders = {
+            id(target): holder
+            for binding in self._bindings.values()
+            for holder, target in zip(binding.holders, binding.targets, strict=True)
+        }
+        return list({id(target): holders.get(id(target), target) for target in found}.values())
+
     def release(self) -> None:
         """Gives the optimizers back as they came."""
         for optimizer, binding in self._bindings.items():
             binding.release()
             optimizer.__dict__.pop("zero_grad", None)
+
+
+def _numbers_each(optimizers: Collection[object]) -> int:
+    """How many statistics each of several optimizers may have, so that all together have numbers of their own."""
+    return (2**31 - 1) // max(len(optimizers), 1)
+
+
+def _limits(clip: Clip | None) -> tuple[float | None, float | None]:
+    """The largest norm, and the largest value, that ``clip`` allows."""
+    if clip is None:
+        return None, None
+    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
 
 
 def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:
@@ -278,56 +395,6 @@ def _pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
     return value, target.grad
 
 
-def _values(gradient: Tensor) -> Tensor:
+def _values(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether ``step`` reads ``found_inf`` on the device: torch's protocol for optimizers with ``fused=True``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused", True) for group in optimizer.param_groups
-    )
-
-
-def _leave_fused(optimizer: torch.optim.SGD, *, tell: bool) -> None:
-    """Lets SGD take its plain path: on CPU, torch's fused one (seen in 2.13) leaves most half weights as they are.
-
-    Looked at in each step, because loading an optimizer's state brings back the option that was saved.
-    """
-    for group in optimizer.param_groups:
-        if group["fused"]:
-            group["fused"] = False
-            if tell:
-                logger.warning(
-                    "fabricamp: torch's SGD(fused=True) does not update half weights on CPU; fused=False is used"
-                )
-                tell = False
-
-
-def _prepare_to_skip(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` may skip its next step by itself, after it was given the state that this takes.
-
-    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised where that one is skipped.
-    Zeros make the same first step without dampening; with dampening they do not, and the host has to decide until the buffers
-    are there.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return True
-    for group in optimizer.param_groups:
-        if group["momentum"] == 0:
-            continue
-        for parameter in group["params"]:
-            if parameter.grad is None or optimizer.state[parameter].get("momentum_buffer") is not None:
-                continue
-            if group["dampening"] != 0:
-                return False
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return True
-
-
-def _run_unless_overflow(optimizer: Any, found_inf: Tensor) -> None:
-    optimizer.grad_scale, optimizer.found_inf = None, found_inf
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf

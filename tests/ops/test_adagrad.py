@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fabricamp import ops
 from tests.cuda_on_cpu.compiler import references
-from tests.ops.lists import FLOATS, TOLERANCE, tensors
+from tests.ops.lists import FLOATS, TOLERANCE, Elsewhere, tensors
 
 many = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 RULES = {
@@ -100,6 +100,21 @@ def test_equals_the_formula_in_float64(kernel_device, lr, eps, decay, lr_decay, 
     assert step.item() == done + 1
     for mine, exact in zip(own[1:], (p, h), strict=True):
         torch.testing.assert_close(mine.double().cpu(), exact, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_reference_on_another_device_has_its_rates_in_float64(decoupled):
+    # There a rate is a tensor; as an fp32 one it would spoil fp64 rows.
+    rule = ops.AdagradRule(1e-2, 1e-6, 0.1, 0.3, decoupled=decoupled)
+    results = []
+    for kind in (torch.Tensor, Elsewhere):
+        own = [torch.full((3,), 0.7, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+        sums, steps = [one * 0.1 for one in own], [torch.tensor(3.0).as_subclass(kind) for _ in own]
+        ops.adagrad([one / 3 for one in own], own, sums, steps, rule)
+        assert [one.item() for one in steps] == [4.0, 4.0]
+        results.append([*own, *sums])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-15 if one.dtype == torch.float64 else 1e-7, atol=0)
 
 
 def test_an_overflow_changes_nothing(kernel_device):

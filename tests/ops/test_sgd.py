@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fabricamp import ops
 from tests.cuda_on_cpu.compiler import references
-from tests.ops.lists import FLOATS, TOLERANCE, tensors
+from tests.ops.lists import FLOATS, TOLERANCE, Elsewhere, tensors
 
 many = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 RULES = {
@@ -109,6 +109,19 @@ def test_equals_the_formula_in_float64(kernel_device, lr, momentum, dampening, d
     for mine, exact in zip(own[1:], (p - lr * g, b), strict=True):
         torch.testing.assert_close(mine.double().cpu(), exact, rtol=2e-6, atol=1e-6)
     assert filled.item() == float(momentum != 0 or not first)
+
+
+def test_the_reference_on_another_device_dampens_in_float64():
+    # There a share is a tensor; as an fp32 one it would spoil fp64 rows.
+    own = [torch.full((3,), 0.7, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+    filled = [torch.ones(()).as_subclass(Elsewhere), torch.zeros(()).as_subclass(Elsewhere)]
+    buffers = [torch.full_like(one, 0.3) for one in own]
+    ops.sgd([one / 3 for one in own], own, buffers, filled, ops.SgdRule(1e-2, 0.8, 0.3))
+    for buffer, value, share in zip(buffers, (0.7, torch.tensor(0.7).item()), (0.7, 1.0), strict=True):
+        exact = torch.full((3,), 0.8 * 0.3 + share * value / 3, dtype=torch.float64)
+        tolerance = 1e-15 if buffer.dtype == torch.float64 else 1e-7
+        torch.testing.assert_close(buffer.double(), exact, rtol=tolerance, atol=0)
+    assert [one.item() for one in filled] == [1.0, 1.0]
 
 
 def test_each_buffer_has_a_first_gradient_of_its_own(kernel_device):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fabricamp import ops
 from fabricamp.ops import table
 from fabricamp.ops.bridge import runs_kernels
+from tests.cuda_on_cpu.compiler import references
 from tests.ops.lists import FLOATS, assert_near, tensors
 
 many = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -67,3 +68,21 @@ def test_one_bad_value_shows_in_its_chunk_alone(kernel_device, dtype, bad, where
 def test_large_half_gradients_do_not_overflow(kernel_device):
     gradients = [torch.full((1000,), 60000.0, dtype=torch.float16, device=kernel_device)]
     assert torch.isfinite(ops.gradient_statistics(gradients, torch.ones((), device=kernel_device))).all()
+
+
+@many
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.data())
+def test_the_place_of_a_bad_statistic(kernel_device, sizes, data):
+    filled = [place for place, size in enumerate(sizes) if size]
+    if not filled:
+        return
+    bad = data.draw(st.sampled_from(filled))
+    gradients = [torch.ones(size, device=kernel_device) for size in sizes]
+    gradients[bad][-1] = float("nan")
+    statistics = ops.gradient_statistics(gradients, torch.ones((), device=kernel_device))
+    (index,) = torch.isfinite(statistics).logical_not().nonzero().view(-1).tolist()
+    assert ops.place_of_statistic(sizes, index, kernel_device) == bad
+    assert ops.place_of_statistic(sizes, len(statistics), kernel_device) is None
+    with references(kernel_device):
+        statistics = ops.gradient_statistics(gradients, torch.ones((), device=kernel_device))
+        assert ops.place_of_statistic(sizes, int(statistics.isnan().nonzero()), kernel_device) == bad

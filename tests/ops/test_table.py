@@ -7,7 +7,8 @@ import torch
 
 from fabricamp import ops
 from fabricamp.ops import table as table_module
-from fabricamp.ops.table import Table, is_dense, table_of
+from fabricamp.ops.layouts import is_dense
+from fabricamp.ops.table import Table, table_of
 
 
 def copies(device, sources, **options):

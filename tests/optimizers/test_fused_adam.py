@@ -118,6 +118,18 @@ def test_state_goes_to_torch_and_back(kernel_device, torchs, fused):
     assert {state["step"].item() for state in optimizer.state.values()} == {9.0}
 
 
+def test_torchs_own_options_are_left_out_of_the_groups():
+    (mine, optimizer), (twin, reference) = pair("cpu", {"lr": 0.01}, lambda p: torch.optim.AdamW(p, lr=0.02))
+    for module, one in ((mine, optimizer), (twin, reference)):
+        gradients(module, 0)
+        one.step()
+    keys = set(optimizer.param_groups[0])
+    reference.param_groups[0]["name"] = "all"
+    optimizer.load_state_dict(reference.state_dict())
+    assert set(optimizer.param_groups[0]) == keys | {"name"}
+    assert optimizer.param_groups[0]["lr"] == 0.02
+
+
 def test_apexs_layout_loads(kernel_device):
     (mine, optimizer), (twin, reference) = pair(
         kernel_device, {"lr": 0.01}, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0)

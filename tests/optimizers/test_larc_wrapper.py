@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -177,6 +179,19 @@ def test_weight_decay_comes_back_after_an_error():
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize("runs", ["kernel", "reference"])
+def test_gradients_are_not_kept_alive(kernel_device, runs):
+    module = net(kernel_device)
+    optimizer = LARC(INNER["FusedSGD"](module.parameters()))
+    with references(kernel_device) if runs == "reference" else contextlib.nullcontext():
+        for contiguous in (False, True):
+            gradients(module, 0, contiguous=contiguous)
+            alive = [weakref.ref(parameter.grad) for parameter in module.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            assert [one() for one in alive] == [None] * len(alive)
 
 
 def test_a_change_of_weight_decay_and_memory_is_seen(kernel_device):

@@ -1,10 +1,70 @@
 // From partial sums to one multiplier, and the loss scaler's rule: one block each, everything in device memory.
 #include "common.cuh"
 
-// Writes multiplier, norm and found_inf, folds the step into the window, and notes the lowest bad chunk.
+// How windows end; ops/scaling.py has the same fields.
+struct Rule {
+  double growth_factor;
+  double backoff_factor;
+  double minimum;
+  double maximum;
+  int64 growth_interval;
+  int64 hysteresis;
+  int64 sticky;  // behind a skipped window the scale stays
+  int64 slots;
+  StepState* ring;
+  StepState* mirror;  // the same in pinned host memory
+};
+
+__device__ __forceinline__ void move_scale(StepState& now, const Rule& rule) {
+  if (now.finite) {
+    now.growth += 1;
+    now.hysteresis = (int)rule.hysteresis;
+    if (now.growth >= rule.growth_interval) {
+      now.growth = 0;
+      double grown = now.scale * rule.growth_factor;
+      now.scale = (float)(grown > rule.maximum ? rule.maximum : grown);
+    }
+    return;
+  }
+  now.growth = 0;
+  now.hysteresis = now.hysteresis > 0 ? now.hysteresis - 1 : 0;
+  if (now.hysteresis == 0) {
+    double backed_off = now.scale * rule.backoff_factor;
+    now.scale = (float)(backed_off < rule.minimum ? rule.minimum : backed_off);
+  }
+}
+
+// Ends a window: counts it, latches the first overflow of a run of them, moves the scale, and records all in the ring.
+__device__ __forceinline__ void close_window(StepState* state, const float* loss, const Rule& rule) {
+  StepState now = *state;
+  if (loss) now.loss = *loss;
+  int window = now.applied + now.skipped;
+  bool held = rule.sticky && now.streak > 0 && !now.finite;
+  if (!now.finite && now.streak == 0) {
+    now.first_window = window;
+    now.first_loss = now.loss;
+    now.first_scale = now.scale;
+    now.first_chunk = now.bad_chunk;
+  }
+  now.streak = now.finite ? 0 : now.streak + 1;
+  now.applied += now.finite;
+  now.skipped += 1 - now.finite;
+  now.bad_chunk = -1;
+  if (!held) move_scale(now, rule);
+  // With the window's own `finite`.
+  if (rule.ring) rule.ring[window % rule.slots] = now;
+  if (rule.mirror) {
+    rule.mirror[window % rule.slots] = now;
+    __threadfence_system();
+  }
+  now.finite = 1;
+  *state = now;
+}
+
+// Writes multiplier, norm and found_inf, folds the step into the window, notes the lowest bad chunk, and may end the window.
 extern "C" __global__ void __launch_bounds__(1024)
 finish(StepState* state, const float* partial, int64 count, const float* scale, double divisor, double max_norm,
-       int64 origin) {
+       int64 origin, int64 sticky, Rule rule, const float* loss, int64 closes) {
   __shared__ int lowest;
   if (threadIdx.x == 0) lowest = 0x7fffffff;
   __syncthreads();
@@ -18,12 +78,11 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
   if (threadIdx.x != 0) return;
   float norm = sqrtf((float)sum);
   bool finite = isfinite(norm);
+  if (!finite && state->bad_chunk < 0 && lowest < 0x7fffffff) state->bad_chunk = (int)origin + lowest;
+  if (sticky && (state->streak > 0 || !state->finite)) finite = false;
   state->norm = norm;
   state->found_inf = finite ? 0.f : 1.f;
-  if (!finite) {
-    state->finite = 0;
-    if (state->bad_chunk < 0 && lowest < 0x7fffffff) state->bad_chunk = (int)origin + lowest;
-  }
+  if (!finite) state->finite = 0;
   float multiplier = 1.f / (*scale * (float)divisor);
   // A NaN norm has to stay one, which fminf would not let it.
   if (max_norm >= 0) {
@@ -31,45 +90,10 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
     multiplier *= coefficient > 1.f ? 1.f : coefficient;
   }
   state->multiplier = multiplier;
+  if (closes) close_window(state, loss, rule);
 }
 
-// Ends a window: counts it, latches the first overflow of a run of them, moves the scale, and records all in the ring.
-extern "C" __global__ void __launch_bounds__(32)
-update_scale(StepState* state, const float* loss, StepState* ring, int64 slots, double growth_factor, double backoff_factor,
-             int64 growth_interval, double minimum, double maximum, int64 hysteresis) {
-  if (threadIdx.x != 0) return;
-  StepState now = *state;
-  if (loss) now.loss = *loss;
-  int window = now.applied + now.skipped;
-  int finite = now.finite;
-  if (finite) {
-    now.applied += 1;
-    now.growth += 1;
-    now.hysteresis = (int)hysteresis;
-    now.streak = 0;
-    if (now.growth >= growth_interval) {
-      now.growth = 0;
-      double grown = now.scale * growth_factor;
-      now.scale = (float)(grown > maximum ? maximum : grown);
-    }
-  } else {
-    if (now.streak == 0) {
-      now.first_window = window;
-      now.first_loss = now.loss;
-      now.first_scale = now.scale;
-      now.first_chunk = now.bad_chunk;
-    }
-    now.streak += 1;
-    now.skipped += 1;
-    now.growth = 0;
-    now.hysteresis = now.hysteresis > 0 ? now.hysteresis - 1 : 0;
-    if (now.hysteresis == 0) {
-      double backed_off = now.scale * backoff_factor;
-      now.scale = (float)(backed_off < minimum ? minimum : backed_off);
-    }
-  }
-  now.bad_chunk = -1;
-  if (ring) ring[window % slots] = now;  // with the window's own `finite`
-  now.finite = 1;
-  *state = now;
+// Ends a window that several steps have made.
+extern "C" __global__ void __launch_bounds__(32) update_scale(StepState* state, const float* loss, Rule rule) {
+  if (threadIdx.x == 0) close_window(state, loss, rule);
 }

@@ -1,4 +1,7 @@
-"""On a GPU, for optimizers that read norms between two passes: real chunks, graphs, no allocation, no wait, bit-equal runs."""
+"""On a GPU, for each kind of optimizer: real chunks, graphs, no allocation, no wait, bit-equal runs, two devices, large tensors.
+
+FusedAdam, and what a Precision makes of a step, are in ``test_fused_gpu``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from torch import nn
 
 from fabricamp import ops
-from fabricamp.optimizers import FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad
+from fabricamp.optimizers import LARC, FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from tests.cuda_on_cpu.compiler import references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -16,6 +19,9 @@ KINDS = {
     "mixed precision lamb": lambda p: FusedMixedPrecisionLamb(p, lr=0.01, use_nvlamb=True),
     "novograd": lambda p: FusedNovoGrad(p, lr=0.01, weight_decay=0.1),
     "novograd of largest": lambda p: FusedNovoGrad(p, lr=0.01, norm_type=0, reg_inside_moment=True),
+    "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "adagrad": lambda p: FusedAdagrad(p, lr=0.01, lr_decay=0.1),
+    "larc": lambda p: LARC(FusedSGD(p, lr=0.01, momentum=0.9, weight_decay=0.1)),
 }
 
 
@@ -29,6 +35,13 @@ def parameters(count=30, device="cuda"):
 
 
 def steered_step(optimizer, state):
+    if isinstance(optimizer, LARC):  # which gets its flag and multiplier as torch's GradScaler gives them
+        norm = torch.nn.utils.get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"]])
+        state.found_inf.copy_(norm.isfinite().logical_not_())
+        optimizer.found_inf, optimizer.grad_scale = state.found_inf, state.scale
+        optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale
+        return
     optimizer.gather()
     ops.finish(state, optimizer.statistics(state.scale), scale=state.scale, max_norm=100.0)
     optimizer.steer(state)
@@ -102,11 +115,13 @@ def test_a_captured_step_replays_with_another_lr(kind, steered):
         graph.replay()
         step(eager, states[1])
     assert all(torch.equal(one, other) for one, other in zip(mine, twin, strict=True))
-    assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
+    assert {state["step"].item() for state in optimizer.state.values() if "step" in state} <= {5.0}
 
 
-@pytest.mark.parametrize("steered", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "steered"),
+    [(kind, steered) for kind in KINDS for steered in (False, True) if (kind, steered) != ("larc", True)],
+)
 def test_a_step_neither_allocates_nor_waits(kind, steered):
     optimizer, state = KINDS[kind](parameters()), ops.StepState.on("cuda")
     step = (lambda: steered_step(optimizer, state)) if steered else optimizer.step
@@ -125,7 +140,7 @@ def test_a_step_neither_allocates_nor_waits(kind, steered):
 
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize("kind", ["lamb", "novograd"])
+@pytest.mark.parametrize("kind", ["lamb", "novograd", "sgd", "adagrad", "larc"])
 def test_parameters_on_two_devices(kind):
     mine, twin = parameters(10) + parameters(10, "cuda:1"), parameters(10) + parameters(10)
     optimizer, reference = KINDS[kind](mine), KINDS[kind](twin)
@@ -140,21 +155,28 @@ def test_parameters_on_two_devices(kind):
         torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
 
 
+PLAIN = {
+    "lamb": lambda p: FusedLAMB(p, lr=0.5, weight_decay=0.01),
+    "novograd": lambda p: FusedNovoGrad(p, lr=0.5),
+    "sgd": lambda p: FusedSGD(p, lr=0.5, momentum=0.9),
+    "adagrad": lambda p: FusedAdagrad(p, lr=0.5),
+    "larc": lambda p: LARC(FusedSGD(p, lr=0.5), trust_coefficient=1.0, clip=False),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lamb", "novograd"])
+@pytest.mark.parametrize("kind", PLAIN)
 def test_more_than_two_to_the_31_elements(kind):
     count = 2**31 + 70_000
     weight = nn.Parameter(torch.ones(count, dtype=torch.float16, device="cuda"))
     weight.grad = torch.ones_like(weight)
     weight.grad[-1] = float("inf")
-    optimizer, state = KINDS[kind]([weight]), ops.StepState.on("cuda")
-    optimizer.param_groups[0]["lr"] = 0.5
-    optimizer.param_groups[0]["weight_decay"] = 0.01 if kind == "lamb" else 0.0
+    optimizer, state = PLAIN[kind]([weight]), ops.StepState.on("cuda")
     steered_step(optimizer, state)
     assert (state.found_inf.item(), weight.max().item()) == (1.0, 1.0)
     weight.grad[-1] = 1.0
     optimizer.step()
-    expected = 0.5 if kind == "lamb" else 1.0  # NovoGrad goes 0.5 over the norm, the root of 2**31
+    expected = 1.0 if kind == "novograd" else 0.5  # NovoGrad goes 0.5 over the norm, the root of 2**31
     assert (weight.min().item(), weight.max().item()) == (expected, expected)
     if kind == "novograd":
         assert optimizer.state[weight]["exp_avg_norm"].item() == pytest.approx(count**0.5, rel=1e-5)

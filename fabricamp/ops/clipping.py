@@ -1,0 +1,60 @@
+"""Clipping by norm on its own, for loops that are written by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import NonFiniteError
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.statistics import l2norm
+from fabricamp.ops.tensors import scale
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["clip_grad_norm_"]
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_EPSILON = 1e-6  # torch's adds the same
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Returns the norm of all gradients together, and scales them in place where it is more than ``max_norm``.
+
+    What torch's function of that name does; on a GPU the 2-norm is one pass over memory, fp32 for half gradients too, and the
+    scaling another.  The host waits only with ``error_if_nonfinite``, which raises before a gradient is changed:
+    :class:`NonFiniteError`, or torch's own ``RuntimeError`` where torch's function runs.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_(weight, 1.0)
+    tensor(5.)
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    if float(norm_type) != 2.0 or not _ours(gradients):
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+    norm, _ = l2norm(gradients)
+    if error_if_nonfinite and not torch.isfinite(norm).item():
+        raise NonFiniteError(
+            f"the norm of {len(gradients)} gradients is {norm.item():g}, so they cannot be clipped; give "
+            "error_if_nonfinite=False to scale them all the same"
+        )
+    scale(gradients, gradients, (max_norm / (norm + _EPSILON)).clamp_(max=1.0))
+    return norm
+
+
+def _ours(gradients: list[Tensor]) -> bool:
+    """Whether the kernels take them all: on one device, fp32 or narrower, neither sparse nor of a subclass."""
+    if not gradients or not runs_kernels(gradients[0].device):
+        return False
+    device = gradients[0].device
+    return all(
+        type(one) is Tensor and one.dtype in _NARROW and one.layout is torch.strided and one.device == device
+        for one in gradients
+    )

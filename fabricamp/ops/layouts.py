@@ -1,0 +1,111 @@
+"""In which order tensors hold their elements, asked of many tensors in every step: loops in C, no Python a tensor."""
+
+from __future__ import annotations
+
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Layouts", "addresses", "anchors", "dtypes", "is_dense", "same_layout"]
+
+_dtype: Final = attrgetter("dtype")
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Returns where each tensor is, -1 for None; 0 where it has no elements."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+    except TypeError:  # there is a None
+        return [-1 if one is None else one.data_ptr() for one in tensors]
+
+
+def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype]:
+    """Returns the dtype of each tensor; none of them may be None."""
+    return list(map(_dtype, tensors))
+
+
+class Layouts:
+    """The order of elements in which each row of a table is walked through, that of its anchor."""
+
+    def __init__(self, rows: Sequence[Tensor | None]) -> None:
+        """``rows`` are the anchors; they are not kept."""
+        woven = [row for row, one in enumerate(rows) if one is not None and not one.is_contiguous()]
+        self._even: Callable[[Any], Any] | None = None
+        if woven:
+            self._even = _picker(sorted(set(range(len(rows))).difference(woven)))
+        self._woven = _picker(woven)
+        self._strides = [one.stride() for row in woven if (one := rows[row]) is not None]
+
+    def learn(self, tensors: Sequence[Tensor | None]) -> None:
+        """Takes the strides of ``tensors``, none of them None, for those of the rows: they may differ where a size is 1."""
+        if self._strides:
+            self._strides = list(map(Tensor.stride, self._woven(tensors)))
+
+    def fit(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Returns whether each tensor, or None, holds its elements in its row's order.
+
+        Asked in every step, since the same address may hold a tensor of another layout.
+        """
+        even = tensors if self._even is None else self._even(tensors)
+        try:
+            return all(map(Tensor.is_contiguous, even)) and (
+                not self._strides or list(map(Tensor.stride, self._woven(tensors))) == self._strides
+            )
+        except TypeError:  # there is a None
+            if not all(one is None or one.is_contiguous() for one in even):
+                return False
+            pairs = zip(self._woven(tensors), self._strides, strict=True)
+            return all(one is None or one.stride() == stride for one, stride in pairs)
+
+
+def _picker(places: Sequence[int]) -> Callable[[Any], Any]:
+    """Returns what picks the values at ``places`` from a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
+
+
+def anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Returns a tensor a row with the layout that all of it is walked through in.
+
+    That is column 1's where it is dense, else contiguous.
+    """
+    found: list[Tensor | None] = []
+    for row in zip(*columns[1:], columns[0], strict=True):
+        first = next((tensor for tensor in row if tensor is not None), None)
+        if first is None or is_dense(first):
+            found.append(first)
+        else:
+            found.append(torch.empty(first.shape, dtype=first.dtype, device=first.device))
+    return found
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements fill one stretch of memory without overlap, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(tensor: Tensor, anchor: Tensor) -> bool:
+    """Returns whether the elements of two tensors of one shape are in the same order."""
+    if tensor.is_contiguous() and anchor.is_contiguous():
+        return True
+    if tensor.shape != anchor.shape:
+        return False
+    return all(
+        own == theirs or size == 1
+        for own, theirs, size in zip(tensor.stride(), anchor.stride(), tensor.shape, strict=True)
+    )

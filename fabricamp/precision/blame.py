@@ -1,0 +1,63 @@
+"""Whose gradients were not finite: from the number of a statistic back to a parameter, windows later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from fabricamp import ops
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.loss_scaler import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = ["Blame"]
+
+
+class Blame:
+    """What the statistics of one optimizer were taken of in the last windows.
+
+    ``origin`` is the number that its first statistic has among those of all optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer, origin: int) -> None:
+        self.origin = origin
+        self._optimizer = optimizer
+        self._looked: list[tuple[Sequence[Tensor], Sequence[int]] | None] = [None] * SLOTS
+        self._last: Tensor | None = None
+        self._slot = 0
+
+    def note(
+        self, slot: int, statistics: Tensor, targets: Sequence[Tensor] | None = None, sizes: Sequence[int] = ()
+    ) -> None:
+        """Remembers what ``statistics`` are of: gradients of ``targets`` with so many elements; None: a fused optimizer's."""
+        self._looked[slot] = None if targets is None else (targets, sizes)
+        self._last = statistics
+        self._slot = slot
+
+    def target(self, index: int, slot: int) -> Tensor | None:
+        """Returns what entry ``index`` of the statistics noted for ``slot`` belongs to; None where that is not known."""
+        looked = self._looked[slot]
+        if looked is not None:
+            place = ops.place_of_statistic(looked[1], index, looked[0][0].device) if looked[0] else None
+            return None if place is None else looked[0][place]
+        if not isinstance(self._optimizer, FusedOptimizer):  # nothing noted: the run was resumed since
+            return None
+        try:
+            return self._optimizer.parameter_of_statistic(index)
+        except IndexError:
+            return None
+
+    def last_targets(self) -> Iterator[Tensor]:
+        """Yields what had non-finite gradients in the last window; waits for the device."""
+        if self._last is None:
+            return
+        for index in cast("list[int]", torch.isfinite(self._last).logical_not_().nonzero().view(-1).tolist()):
+            target = self.target(index, self._slot)
+            if target is not None:
+                yield target

@@ -1,0 +1,50 @@
+"""What a non-finite gradient or loss means for a run: the policies, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fabricamp.precision.loss_scaler import Overflow
+
+__all__ = ["NAN_POLICIES", "LossWatch", "described"]
+
+logger = logging.getLogger("fabricamp")
+
+NAN_POLICIES: Final = ("skip", "stop", "raise")
+_MOST_NAMES: Final = 5
+
+
+def described(overflow: Overflow, names: Sequence[str], step: int) -> str:
+    """Returns whose gradients were not finite, at which ``step`` (``global_step`` then), with which loss and scale."""
+    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return (
+        f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
+        f"loss scale {overflow.scale:g})"
+    )
+
+
+class LossWatch:
+    """A sink of logged values that says once of each loss that it is not finite; where nothing looks at gradients.
+
+    A loss is what is logged under a name with "loss" in it.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, values: Mapping[str, float], step: int) -> None:
+        """Looks at the values of a flush."""
+        for name, value in values.items():
+            if math.isfinite(value) or "loss" not in name.lower() or name in self._told:
+                continue
+            self._told.add(name)
+            logger.warning(
+                "fabricamp: %s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
+                "gradient that is not finite, with the weights from before and the parameter's name",
+                name, value, step,
+            )  # fmt: skip

@@ -1,0 +1,221 @@
+"""What a fused optimizer notices between two steps: gradients and parameters in other memory, another order, or gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fabricamp import ops
+from fabricamp.ops.table import Table
+from fabricamp.optimizers import FusedAdam, FusedSGD
+from tests.cuda_on_cpu.compiler import references
+
+
+class Pair:
+    """Equal parameters for FusedAdam and for torch's AdamW, given equal gradients."""
+
+    def __init__(self, device, *tensors):
+        self.device = device
+        self.mine, self.theirs = ([nn.Parameter(one.clone().to(device)) for one in tensors] for _ in range(2))
+        self.optimizer = FusedAdam(self.mine, lr=0.1, weight_decay=0.1)
+        self.reference = torch.optim.AdamW(self.theirs, lr=0.1, weight_decay=0.1)
+
+    def step(self, *gradients):
+        for own, other, gradient in zip(self.mine, self.theirs, gradients, strict=True):
+            own.grad = gradient
+            other.grad = None if gradient is None else gradient.clone(memory_format=torch.contiguous_format)
+        self.optimizer.step()
+        self.reference.step()
+        self.check()
+
+    def check(self):
+        for own, other in zip(self.mine, self.theirs, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+def numbers(device, *shape):
+    return torch.arange(1.0, 1 + torch.Size(shape).numel(), device=device).view(shape)
+
+
+def orders(memory):
+    """Tensors of several layouts that all start at the address of ``memory``, of 36 elements."""
+    yield "matrix", (3, 6), [(6, 1), (1, 3), (6, 1), (2, 6), (1, 3), (0, 1)]
+    yield "vector", (12,), [(1,), (3,), (1,), (0,), (2,), (1,)]
+    yield "images", (2, 3, 2, 3), [(18, 6, 3, 1), (18, 1, 9, 3), (18, 6, 3, 1), (1, 2, 6, 12), (18, 1, 9, 3)]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", ["matrix", "vector", "images"])
+def test_the_same_address_holds_another_layout(kernel_device, kind, channels_last):
+    if channels_last and kind != "images":
+        pytest.skip("four dimensions only")
+    memory = numbers(kernel_device, 36)
+    shape, layouts = next((shape, layouts) for name, shape, layouts in orders(memory) if name == kind)
+    weight = torch.ones(shape)
+    if channels_last:
+        weight = weight.to(memory_format=torch.channels_last)
+    pair = Pair(kernel_device, weight, torch.ones(5))
+    other = numbers(kernel_device, 5)
+    for strides in layouts:
+        gradient = torch.as_strided(memory, shape, strides)
+        assert gradient.data_ptr() == memory.data_ptr()
+        pair.step(gradient, other)
+
+
+def test_the_same_order_written_with_other_strides_needs_no_stand_in(kernel_device, monkeypatch):
+    # Where a size is 1 a stride means nothing; a library may leave any number there.
+    weight = torch.ones(4, 3, 1, 7).to(memory_format=torch.channels_last)
+    pair = Pair(kernel_device, weight)
+    memory = numbers(kernel_device, 84)
+    gradients = [torch.as_strided(memory, (4, 3, 1, 7), strides) for strides in ((21, 1, 21, 3), (21, 1, 5, 3))]
+    for gradient in gradients:
+        pair.step(gradient)
+    monkeypatch.setattr(Table, "_look", None)
+    pair.step(gradients[1])
+
+
+def test_gradients_that_only_moved_are_not_looked_at_one_by_one(kernel_device, monkeypatch):
+    weights = (
+        torch.ones(3, 4),
+        torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.ones(7),
+        torch.ones(0),
+    )
+    pair = Pair(kernel_device, *weights)
+    memory = [numbers(kernel_device, 100) for _ in range(3)]
+
+    def at(step):
+        """The same values' places, one element on: aligned and not."""
+        first, second, third = (one[step : step + size] for one, size in zip(memory, (12, 24, 7), strict=True))
+        images = second.view(2, 2, 2, 3).permute(0, 3, 1, 2)
+        return first.view(3, 4), images, third, torch.ones(0, device=kernel_device)
+
+    pair.step(*at(0))
+    monkeypatch.setattr(Table, "_look", None)
+    for step in (1, 2, 3, 4, 0, 0):
+        pair.step(*at(step))
+    assert {pair.optimizer.state[one]["step"].item() for one in pair.mine} == {7.0}
+
+
+def test_a_moved_gradient_of_another_dtype_is_seen(kernel_device):
+    pair = Pair(kernel_device, torch.ones(70))
+    state = ops.StepState.on(kernel_device)
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        gradient = numbers(kernel_device, 70)
+        given = gradient.to(dtype)
+        pair.optimizer.gather([given])
+        pair.optimizer.steer(state)
+        pair.optimizer.step()
+        pair.theirs[0].grad = gradient
+        pair.reference.step()
+        pair.check()
+
+
+def test_a_gradient_becomes_none_and_comes_back(kernel_device):
+    pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70), torch.ones(0), torch.ones(2))
+    full = [numbers(kernel_device, *one.shape) for one in pair.mine]
+    for missing in ((), (1,), (1,), (2,), (), (0, 1, 2), (3,), ()):
+        pair.step(*[None if place in missing else one for place, one in enumerate(full)])
+    counts = [pair.optimizer.state[one]["step"].item() for one in pair.mine]
+    assert counts == [7.0, 5.0, 6.0, 7.0]
+    # Also while others move, and where one of another layout comes in place of none.
+    pair.step(None, *[one.clone() for one in full[1:]])
+    pair.step(numbers(kernel_device, 4, 3).t(), *full[1:])
+
+
+def test_parameters_whose_data_is_replaced(kernel_device):
+    pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
+    full = [numbers(kernel_device, *one.shape) for one in pair.mine]
+    for step in range(4):
+        if step == 1:  # one of them, by other values
+            for own in (pair.mine, pair.theirs):
+                own[1].data = torch.full((70,), 5.0, device=kernel_device)
+        if step == 2:  # in the list of the group, by another tensor of the same memory, whose state is its own
+            alias = nn.Parameter(pair.mine[0].data)
+            assert alias.data_ptr() == pair.mine[0].data_ptr()
+            pair.mine[0] = pair.optimizer.param_groups[0]["params"][0] = alias
+            pair.theirs[0] = pair.reference.param_groups[0]["params"][0] = nn.Parameter(pair.theirs[0].data)
+        pair.step(*full)
+    assert [pair.optimizer.state[one]["step"].item() for one in pair.mine] == [2.0, 4.0]
+
+
+def test_parameters_are_added_frozen_and_thawed(kernel_device):
+    pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
+    late = [torch.ones(6), torch.ones(2, 2)]
+    for step in range(8):
+        if step == 2:
+            for own, one in ((pair.mine, pair.optimizer), (pair.theirs, pair.reference)):
+                added = [nn.Parameter(tensor.clone().to(kernel_device)) for tensor in late]
+                added[1].requires_grad_(False)
+                own.extend(added)
+                one.add_param_group({"params": added, "lr": 0.03})
+        for own in (pair.mine, pair.theirs):
+            own[0].requires_grad_(step not in (3, 4))
+            if step >= 6:
+                own[-1].requires_grad_(True)
+            for one in own:
+                one.grad = None
+            sum((index + 1) * one.square().sum() for index, one in enumerate(own) if one.requires_grad).backward()
+        pair.optimizer.step()
+        pair.reference.step()
+        pair.check()
+    assert [pair.optimizer.state[one]["step"].item() for one in pair.mine] == [6.0, 8.0, 6.0, 2.0]
+
+
+def test_weights_that_need_no_gradient_are_marked_as_written_too(kernel_device):
+    # A frozen weight is read by the backward of what comes before it.
+    weight, x = (
+        nn.Parameter(torch.ones(3, device=kernel_device)),
+        torch.ones(3, device=kernel_device, requires_grad=True),
+    )
+    weight.grad = torch.ones_like(weight)
+    optimizer = FusedAdam([weight])
+    optimizer.step()
+    weight.requires_grad_(False)
+    before, product = weight._version, (weight * x).sum()
+    optimizer.step()
+    assert weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_zero_grad(kernel_device, kind):
+    def grown():
+        made = [nn.Parameter(torch.ones(size, device=kernel_device, dtype=dtype)) for size, dtype in SIZES]
+        for one in made[:-1]:
+            one.grad = torch.ones_like(one)
+        return made
+
+    SIZES = (3, torch.float32), (5, torch.float16), (2, torch.float32), (1, torch.float32)
+    weights = grown()
+    table = nn.Embedding(5, 2, sparse=True, device=kernel_device)
+    table(torch.tensor([1], device=kernel_device)).sum().backward()
+    square = (weights[0] ** 3).sum()
+    (weights[0].grad,) = torch.autograd.grad(square, weights[0], create_graph=True)
+    weights[2].grad.requires_grad_(True)
+    held = [one.grad for one in weights]
+    optimizer = kind([*weights, table.weight], lr=0.1)
+    optimizer.zero_grad(set_to_none=False)
+    assert [one.grad is gradient for one, gradient in zip(weights, held, strict=True)] == [True] * 4
+    assert all(not one.any() and one.grad_fn is None and not one.requires_grad for one in held[:-1])
+    assert weights[-1].grad is None
+    assert table.weight.grad.is_sparse
+    assert not table.weight.grad.to_dense().any()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(one.grad is None for one in (*weights, table.weight))
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer.zero_grad()  # as apex's: FusedAdam forgets, FusedSGD zeroes
+    assert (weights[0].grad is None) == (kind is FusedAdam)
+
+
+def test_references_see_the_same(kernel_device):
+    with references(kernel_device):
+        pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(7))
+        full = [numbers(kernel_device, *one.shape) for one in pair.mine]
+        pair.step(*full)
+        pair.step(None, full[1])
+        for own in (pair.mine, pair.theirs):
+            own[1].data = torch.full((7,), 5.0, device=kernel_device)
+        pair.step(full[0].t().contiguous().t(), full[1][:].clone())
