@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabricamp.callbacks.base import Callback
     from fabricamp.data import DataModule
-    from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError
+    from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
     from fabricamp.module import TrainingModule
+    from fabricamp.ops import clip_grad_norm_
     from fabricamp.precision import OptLevel
     from fabricamp.rng import seed_everything
     from fabricamp.strategies import DDP
@@ -25,10 +26,12 @@ __all__ = [
     "DataModule",
     "DistributedError",
     "FabricampError",
+    "NonFiniteError",
     "OptLevel",
     "Trainer",
     "TrainingModule",
     "__version__",
+    "clip_grad_norm_",
     "seed_everything",
 ]
 
@@ -40,9 +43,11 @@ _HOMES = {
     "DataModule": "fabricamp.data",
     "DistributedError": "fabricamp.errors",
     "FabricampError": "fabricamp.errors",
+    "NonFiniteError": "fabricamp.errors",
     "OptLevel": "fabricamp.precision",
     "Trainer": "fabricamp.trainer",
     "TrainingModule": "fabricamp.module",
+    "clip_grad_norm_": "fabricamp.ops",
     "seed_everything": "fabricamp.rng",
 }
 

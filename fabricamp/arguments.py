@@ -12,6 +12,7 @@ from fabricamp.callbacks.base import CALLBACKS, Callback
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.loggers.base import Logger
 from fabricamp.precision.base import Clip
+from fabricamp.precision.nonfinite import NAN_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,10 +41,12 @@ class Settings:
     log_every_n_steps: int
     accumulate_grad_batches: int
     clip: Clip | None
+    nan_policy: str | None
     deterministic: bool | str
     benchmark: bool | None
     detect_anomaly: bool
     use_distributed_sampler: bool
+    per_sample_seed: bool
     sync_batchnorm: bool
     inference_mode: bool
     default_root_dir: str
@@ -84,11 +87,18 @@ def check_settings(given: dict[str, Any]) -> Settings:
         log_every_n_steps=_count("log_every_n_steps", given["log_every_n_steps"], least=1),
         accumulate_grad_batches=_count("accumulate_grad_batches", given["accumulate_grad_batches"], least=1),
         clip=as_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
+        nan_policy=check_choice("nan_policy", given["nan_policy"], (*NAN_POLICIES, None)),
         deterministic=check_flag("deterministic", given["deterministic"], others=("warn",)),
         benchmark=None if given["benchmark"] is None else check_flag("benchmark", given["benchmark"]),
         **{
             name: check_flag(name, given[name])
-            for name in ("detect_anomaly", "use_distributed_sampler", "sync_batchnorm", "inference_mode")
+            for name in (
+                "detect_anomaly",
+                "use_distributed_sampler",
+                "per_sample_seed",
+                "sync_batchnorm",
+                "inference_mode",
+            )
         },
         default_root_dir=_folder(given["default_root_dir"]),
         start_method=check_choice("start_method", given["start_method"], ("auto", "script", "spawn", "fork")),

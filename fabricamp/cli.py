@@ -48,6 +48,7 @@ examples:
   fabricamp fit config.yaml
   fabricamp fit config.yaml trainer.precision=O1 trainer.devices=2 module.lr=3e-4
   fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
+  fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
   fabricamp doctor
 
@@ -148,7 +149,7 @@ def _doctor() -> int:
 def _explain(error: FabricampError) -> int:
     """Says what is wrong, without a traceback, and returns the exit code."""
     from fabricamp.launch import record_failure
-    from fabricamp.launch.environment import STARTED_BY
+    from fabricamp.launch.starter import STARTED_BY
 
     # A process that started this one shows what is written down here: without the way that the error took either.
     error.__cause__, error.__suppress_context__ = None, True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "ConfigError", "DistributedError", "FabricampError", "nearest"]
+__all__ = ["CheckpointError", "ConfigError", "DistributedError", "FabricampError", "NonFiniteError", "nearest"]
 
 
 class FabricampError(Exception):
@@ -25,6 +25,10 @@ class DistributedError(FabricampError, RuntimeError):
 
 class CheckpointError(FabricampError, RuntimeError):
     """A checkpoint that cannot be written, read or used for what was asked."""
+
+
+class NonFiniteError(FabricampError, RuntimeError):
+    """Gradients that are inf or nan, where training cannot or shall not go on."""
 
 
 def nearest(given: object, known: Iterable[str]) -> str:

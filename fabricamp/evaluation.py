@@ -9,7 +9,7 @@ import torch
 
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, call_all, overrides
-from fabricamp.state import Scope, Stage
+from fabricamp.state import NOT_VALIDATING, Scope, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +51,11 @@ class EvaluationLoop:
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
         self._step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
         self._arguments = _count_arguments(self._step)
-        # By itself it ends where the ranks agree; within fit it runs to its end, so that its values are whole.
-        self._stops = state.stage in ENTRIES
+        self._in_fit = state.stage is Stage.FIT
+        # The sanity check is short: it runs to its end.
+        self._stops = self._in_fit or state.stage in ENTRIES
+        self.cut_short = False
+        """Whether the last run was one within fit that the ranks agreed not to end: it is as if it had not begun."""
         self._start = hooks(f"on_{kind}_start")
         self._end = hooks(f"on_{kind}_end")
         self._epoch_start = hooks(f"on_{kind}_epoch_start")
@@ -68,20 +71,36 @@ class EvaluationLoop:
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)
         counted = state.batches_done
+        self.cut_short = False
+        state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         with self._no_gradients():
             state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
             call_all(self._start)
             call_all(self._epoch_start)
             outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
             state.batches_done = counted
-            call_all(self._epoch_end)
-            if self._kind != "predict":
-                self._metrics.end_evaluation(state.global_step)
-                state.scope = Scope.NOWHERE  # what is logged now would get lost
-            call_all(self._end)
+            self._agree_on_the_end()
+            if not self.cut_short:
+                self._call_end()
+        state.evaluated = NOT_VALIDATING
         state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
         self._restore_modes(modes)
         return outputs
+
+    def _agree_on_the_end(self) -> None:
+        """Learns whether a rank stopped on the way; all ranks have to know it before the next exchange."""
+        if not self._stops:
+            return
+        here = self.cut_short if self._in_fit else self._state.should_stop
+        ended_early = self._agreement.ended_early(here=here)
+        self.cut_short = ended_early and self._in_fit
+
+    def _call_end(self) -> None:
+        call_all(self._epoch_end)
+        if self._kind != "predict":
+            self._metrics.end_evaluation(self._state.global_step)
+            self._state.scope = Scope.NOWHERE  # what is logged now would get lost
+        call_all(self._end)
 
     def _run_loader(self, feed: Feed, dataloader_idx: int, *, keep: bool) -> list[Any]:
         state = self._state
@@ -90,7 +109,9 @@ class EvaluationLoop:
         number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
         if self._kind != "predict":
             state.scope = Scope.EVAL_STEP
-        outputs = []
+        outputs: list[Any] = []
+        if self.cut_short:
+            return outputs
         for batch_idx, batch in enumerate(feed):
             state.batch = batch
             for hook in self._batch_start:
@@ -110,6 +131,10 @@ class EvaluationLoop:
     def _count_and_stop(self) -> bool:
         """Counts a batch as the stop agreement does; returns whether all ranks agreed to end here."""
         state = self._state
+        if self._in_fit:
+            state.evaluated += 1
+            self.cut_short = state.evaluated >= state.hold_evaluated and self._agreement.hold()
+            return self.cut_short
         state.batches_done += 1
         if state.batches_done >= state.hold_at:
             self._agreement.hold()

@@ -41,17 +41,23 @@ class FitLoop:
         if self.parts.feed.limit == 0:  # limit_train_batches=0: nothing is trained
             return
         state.scope = Scope.TRAIN_EPOCH
+        # Within an epoch, what the hooks of its beginning log is among the values that were saved.
+        self.metrics.muted = self.parts.moments.resumed and state.batch_idx > 0
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
         # The order at the end of an epoch: callbacks, module, reduction over ranks, then those that read the reduced values.
         epoch_end = hooks.callbacks("on_train_epoch_end", monitors=False) + hooks.module("on_train_epoch_end")
         monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
+        if state.batch_idx == 0:
+            self._take_up()
         while not self._done():
             state.scope = Scope.TRAIN_EPOCH
             set_epoch(self.parts.loader, state.epoch)
             call_all(epoch_start)
             self._follow_freezing()
             complete = self._catch_up() and self._run_epoch()
+            if not complete:
+                self.parts.moments.note_cut()
             state.scope = Scope.TRAIN_EPOCH
             call_all(epoch_end)
             self.metrics.end_train_epoch(state.global_step)
@@ -74,12 +80,18 @@ class FitLoop:
             self._step = step
             self.update.use(step)
 
+    def _take_up(self) -> None:
+        """Once in a resumed run: its generators, and what the step before the cut has still to be followed by."""
+        self.metrics.muted = False
+        if self.parts.moments.take_up():
+            self._after_step()
+
     def _catch_up(self) -> bool:
         """Runs the validation that a resumed run was cut before; returns whether training goes on."""
-        state = self.state
-        pending = not state.validated and state.batch_idx > 0 and self._validates
-        state.validated = True
-        if not pending or not self._validation_is_due(state.batch_idx >= self.parts.feed.limit):
+        state, feed = self.state, self.parts.feed
+        self._take_up()
+        pending = state.batch_idx > 0 and self._validates and state.validated_at != state.batches_done
+        if not pending or not self._validation_is_due(feed.last or state.batch_idx >= feed.limit):
             return True
         self._validate()
         return not self._done(in_epoch=True)
@@ -87,35 +99,38 @@ class FitLoop:
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
         state, feed, update = self.state, self.parts.feed, self.update
-        batch_end, run_batch = self._batch_end, update.run_batch
+        batch_end, run_batch, max_steps = self._batch_end, update.run_batch, self._max_steps
+        starts, validates = bool(self._batch_start), self._validates
         state.scope = Scope.TRAIN_STEP
+        first = state.batch_idx
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
-        last = state.batch_idx > 0
-        for batch in feed.behind(state.batch_idx):
-            state.batch = batch
-            batch_idx, last = state.batch_idx, feed.last
-            if self._batch_start and self._skips(batch, batch_idx):
+        last = first > 0
+        for batch_idx, batch in enumerate(feed.behind(first), first):
+            state.batch, last = batch, feed.last
+            if starts and self._skips(batch, batch_idx):
                 last = True
                 update.drop_window()
                 update.schedules.end_epoch(state.epoch)
                 break
             outputs = run_batch(batch, batch_idx, last)
             if last:
-                self.update.schedules.end_epoch(self.state.epoch)
+                update.schedules.end_epoch(state.epoch)
             # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
             for hook in batch_end:
                 hook(outputs, batch, batch_idx)
-            if update.stepped and state.global_step >= self._due:
+            stepped = update.stepped
+            if stepped and state.global_step >= self._due:
                 self._after_step()
-            if self._validates and self._validation_is_due(last):
-                self._validate()
+            if validates and self._validation_is_due(last) and self._validate():
+                last = False  # a run that goes on from here begins with this validation
+                break
             if state.batches_done >= state.hold_at:
                 self.parts.agreement.hold()
-            if update.stepped or last:
+            if stepped or last:
                 update.stepped = False
-                if (state.should_stop or state.global_step >= self._max_steps) and self._done(in_epoch=True):
+                if (state.should_stop or state.global_step >= max_steps) and self._done(in_epoch=True):
                     break
         self._check_fed()
         state.batch = None
@@ -141,7 +156,7 @@ class FitLoop:
             return True
         if not state.should_stop:
             return False
-        return state.stop_reason == "interrupted" or (
+        return state.stops_at_once or (
             state.global_step >= limits.min_steps and state.epoch >= limits.min_epochs
         )
 
@@ -166,10 +181,14 @@ class FitLoop:
             return False
         return last if limits.validate_every == float("inf") else state.batch_idx % limits.validate_every == 0
 
-    def _validate(self) -> None:
-        validate = cast("Callable[[], None]", self.parts.validate)
-        if self.update.loss is None:
+    def _validate(self) -> bool:
+        """Runs validation; returns whether a stop cut it short."""
+        validate = cast("Callable[[], bool]", self.parts.validate)
+        if self.update.window_state() is None:
             self.parts.module.on_validation_model_zero_grad()
         self.state.batch = None
-        validate()
+        cut_short = validate()
+        if not cut_short:
+            self.state.validated_at = self.state.batches_done
         self.state.scope = Scope.TRAIN_STEP
+        return cut_short

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from fabricamp.errors import ConfigError
 from fabricamp.precision.base import clip_gradients, demands_closure
 from fabricamp.update import Update
@@ -27,10 +29,16 @@ class ManualUpdate(Update):
     def __init__(self, parts: FitParts) -> None:
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
+        self._optimizers = set(parts.optimizers)
+        self._not_stepped = set(parts.optimizers)
+        self._accumulates = False  # whether a training_step has ended with gradients that no step had used
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the user's step; one in which an optimizer stepped makes a window."""
         output = self._forward(batch, batch_idx)
+        if self._not_stepped and not self._whole:
+            self._accumulates = True
+        self._not_stepped, self._whole = self._optimizers.copy(), True
         if self.stepped:
             self._close_window(self.loss)
             self.loss = None
@@ -39,6 +47,7 @@ class ManualUpdate(Update):
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """What ``TrainingModule.manual_backward`` runs."""
         self.loss = loss.detach()
+        self._whole = False
         for hook in self._before_backward:
             hook(loss)
         self._precision.backward(
@@ -51,6 +60,7 @@ class ManualUpdate(Update):
         """What ``step`` of an optimizer from ``TrainingModule.optimizers()`` runs."""
         if closure is not None and demands_closure(optimizer):
             self.stepped = True
+            self._not_stepped.discard(optimizer)
             try:
                 return optimizer.step(partial(self.counted_once, optimizer, closure))
             finally:
@@ -65,7 +75,22 @@ class ManualUpdate(Update):
                 hook(optimizer)
         self._precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
         self.stepped = True
+        self._not_stepped.discard(optimizer)
         return result
+
+    def window_state(self) -> dict[str, Any] | None:
+        """Returns the state of a window where the user lets gradients stay from one training_step to the next."""
+        if not self._accumulates or not self._whole:
+            return None
+        tensors = [*self._precision.window_tensors(), torch.zeros(()) if self.loss is None else self.loss]
+        return {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+
+    def load_window_state(self, window: dict[str, Any]) -> str:
+        """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        self._accumulates = True
+        problem = super().load_window_state(window)
+        self.loss = None  # the loss of the last backward, which a verdict shows, is that of a step to come
+        return problem
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:
         """What ``TrainingModule.clip_gradients`` runs: the next step clips, once gradients are averaged and unscaled."""

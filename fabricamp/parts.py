@@ -5,22 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.optim import Optimizer
 
+    from fabricamp.arguments import Settings
     from fabricamp.data import Feed
     from fabricamp.hooks import Hooks
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
     from fabricamp.optimization import SchedulerConfig
     from fabricamp.precision.base import Clip, Precision
+    from fabricamp.resume import Moments
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.watchdog import StopAgreement
 
-__all__ = ["FitParts", "Limits"]
+__all__ = ["FitParts", "Limits", "limits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +60,38 @@ class FitParts:
     schedulers: list[SchedulerConfig]
     clip: Clip | None
     limits: Limits
-    validate: Callable[[], None] | None
+    validate: Callable[[], bool] | None
+    moments: Moments
+
+
+def limits_of(settings: Settings, length: float, started: float) -> Limits:
+    """Returns the limits of a fit with ``length`` micro-batches an epoch that began at ``started`` (of ``time.monotonic``)."""
+    return Limits(
+        max_epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        min_epochs=settings.min_epochs,
+        min_steps=settings.min_steps,
+        deadline=None if settings.max_time is None else started + settings.max_time,
+        accumulate=settings.accumulate_grad_batches,
+        log_every=settings.log_every_n_steps,
+        validate_every=_validation_interval(settings, length),
+        validate_every_epochs=settings.check_val_every_n_epoch,
+    )
+
+
+def _validation_interval(settings: Settings, length: float) -> float:
+    interval = settings.val_check_interval
+    if isinstance(interval, int):
+        if interval > length and settings.check_val_every_n_epoch is not None and not settings.fast_dev_run:
+            raise ConfigError(
+                f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
+                "give less, or check_val_every_n_epoch=None to count across epochs"
+            )
+        return min(interval, length) if settings.fast_dev_run else interval
+    if length == float("inf"):
+        if interval != 1.0:
+            raise ConfigError(
+                f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
+            )
+        return length
+    return max(1, int(length * interval))

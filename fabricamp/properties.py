@@ -152,8 +152,8 @@ class TrainerProperties:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run."""
-        return self.state.stop_reason == "interrupted"
+        """Whether Ctrl-C, or a signal of the scheduler, ended the run."""
+        return self.state.interrupted
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ __all__ = [
     "restore_rng",
     "seed_everything",
     "seed_worker",
+    "seeded",
     "seeds_workers",
 ]
 
@@ -109,6 +110,26 @@ def isolate_rng() -> Iterator[None]:
         yield
     finally:
         restore_rng(state)
+
+
+@contextlib.contextmanager
+def seeded(*given: int) -> Iterator[None]:
+    """A context in which Python, NumPy and torch (CPU) draw what follows from ``given``; they are left as they were found."""
+    import numpy as np
+
+    # Not capture_rng: this runs once a sample, and has nothing to do with devices.
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    digest = hashlib.sha256(repr(given).encode()).digest()
+    words = [int.from_bytes(digest[start : start + 4], "little") for start in (0, 8, 16)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(words[2])
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 @contextlib.contextmanager

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint import check_content, plain, read_checkpoint, write_checkpoint
+from fabricamp.checkpoint import (
+    check_content,
+    check_counters,
+    check_optimizer_states,
+    fitting,
+    plain,
+    read_together,
+    step_due_schedules,
+)
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.hooks import Hooks, call_all, overrides
@@ -20,8 +28,9 @@ from fabricamp.optimization import (
     check_optimizers,
     parse_optimizers,
 )
-from fabricamp.parts import FitParts, Limits
+from fabricamp.parts import FitParts, limits_of
 from fabricamp.precision.base import demands_closure
+from fabricamp.resume import Moments
 from fabricamp.rng import isolate_rng
 from fabricamp.snapshot import (
     gather_counters,
@@ -35,10 +44,10 @@ from fabricamp.snapshot import (
 from fabricamp.source import DataSource, Source
 from fabricamp.state import Stage
 from fabricamp.update import Update
-from fabricamp.watchdog import StopAgreement
+from fabricamp.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from torch.optim import Optimizer
 
@@ -63,7 +72,9 @@ class Session:
         self.strategy = trainer.strategy
         self.precision = trainer.precision
         self.metrics = Metrics(trainer.state, trainer.strategy)
-        self.agreement = StopAgreement(trainer.state, trainer.strategy)
+        self.moments = Moments(module, trainer.state, self.metrics, trainer.strategy)
+        self.watchdog = Watchdog(trainer.state, trainer.strategy)
+        self.agreement = self.watchdog.agreement
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
@@ -73,8 +84,7 @@ class Session:
     # -- opening, in order -------------------------------------------------------------------------------------------------------
 
     def open(self, ckpt_path: str | None) -> None:
-        """Brings everything up to, not including, ``on_fit_start``."""
-        self.attach()
+        """Brings everything up to, not including, ``on_fit_start``; comes after :meth:`attach`."""
         self._prepare_data()
         self._call_setup("setup")
         self.module.configure_model()
@@ -122,10 +132,11 @@ class Session:
 
     def _load(self, path: str) -> None:
         """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
-        self.checkpoint = read_checkpoint(path)
+        self.checkpoint = read_together(path, self.module, self.strategy)
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
-        restore_weights(self.module, self.checkpoint, path)
+        with fitting(path, "weights"):
+            restore_weights(self.module, self.checkpoint, path)
 
     def _synchronise_batchnorm(self) -> None:
         if self.strategy.device.type != "cuda":
@@ -182,11 +193,17 @@ class Session:
     def _restore(self, path: str | None) -> None:
         if self.checkpoint is None:
             return
-        restore_callbacks(self.checkpoint, self.trainer.callbacks)
-        restore_training(
-            self.checkpoint, self.optimizers, self.schedulers, self.precision, self.source.datamodule, str(path)
-        )
-        restore_counters(self.checkpoint, self.trainer.state)
+        with fitting(str(path), "state of callbacks, optimizers and counters"):
+            check_counters(self.checkpoint, str(path))
+            # A file that names none (apex's) leaves the schedules as they are.
+            self.checkpoint.setdefault("lr_schedulers", [config.scheduler.state_dict() for config in self.schedulers])
+            restore_callbacks(self.checkpoint, self.trainer.callbacks)
+            restore_training(
+                self.checkpoint, self.optimizers, self.schedulers, self.precision, self.source.datamodule, str(path)
+            )
+            check_optimizer_states(self.optimizers, str(path))
+            step_due_schedules(self.checkpoint, self.schedulers)
+            restore_counters(self.checkpoint, self.trainer.state)
 
     def _log_hyperparams(self) -> None:
         owners = [one for one in (self.source.datamodule, self.module) if one is not None and one.hparams]
@@ -223,10 +240,17 @@ class Session:
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             clip=self.settings.clip,
-            limits=self._limits(length),
+            limits=limits_of(self.settings, length, self.trainer.state.started),
             validate=self._validate if evaluate else None,
+            moments=self.moments,
         )
-        return FitLoop(parts, self._open_update(parts))
+        update = self._open_update(parts)
+        self.moments.begin(parts.feed, update)
+        if self.checkpoint is not None:
+            with fitting(str(self.trainer.ckpt_path), "position in training"):
+                self.moments.restore(self.checkpoint)
+            self.checkpoint = None  # as large as the model
+        return FitLoop(parts, update)
 
     def _open_update(self, parts: FitParts) -> Update:
         """Chooses how updates are made, and gives the module its part in it."""
@@ -238,41 +262,6 @@ class Session:
         self.attachment.manual_backward, self.attachment.manual_clip = update.backward, update.clip
         self.attachment.optimizers = [ManagedOptimizer(one, update.step) for one in self.optimizers]
         return update
-
-    def _limits(self, length: float) -> Limits:
-        settings, state = self.settings, self.trainer.state
-        return Limits(
-            max_epochs=settings.max_epochs,
-            max_steps=settings.max_steps,
-            min_epochs=settings.min_epochs,
-            min_steps=settings.min_steps,
-            deadline=None if settings.max_time is None else state.started + settings.max_time,
-            accumulate=settings.accumulate_grad_batches,
-            log_every=settings.log_every_n_steps,
-            validate_every=self._validation_interval(length),
-            validate_every_epochs=settings.check_val_every_n_epoch,
-        )
-
-    def _validation_interval(self, length: float) -> float:
-        interval = self.settings.val_check_interval
-        if isinstance(interval, int):
-            if (
-                interval > length
-                and self.settings.check_val_every_n_epoch is not None
-                and not self.settings.fast_dev_run
-            ):
-                raise ConfigError(
-                    f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
-                    "give less, or check_val_every_n_epoch=None to count across epochs"
-                )
-            return min(interval, length) if self.settings.fast_dev_run else interval
-        if length == float("inf"):
-            if interval != 1.0:
-                raise ConfigError(
-                    f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
-                )
-            return length
-        return max(1, int(length * interval))
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
@@ -309,16 +298,20 @@ class Session:
             call_all(self.hooks("on_sanity_check_end"))
         state.stage = Stage.FIT
 
-    def _validate(self) -> None:
+    def _validate(self) -> bool:
+        """Runs validation within fit; returns whether a stop cut it short."""
         if not hasattr(self, "_validation"):
             self._validation = self.evaluation_loop("validation")
         loop, feeds = self._validation
         self.metrics.clear_evaluation()
+        self.moments.begin_validation()
         self.trainer.state.validating_in_fit = True
         try:
             loop.run(feeds)
         finally:
             self.trainer.state.validating_in_fit = False
+        self.moments.end_validation(cut_short=loop.cut_short)
+        return loop.cut_short
 
     # -- evaluation as an entry point --------------------------------------------------------------------------------------------
 
@@ -332,9 +325,6 @@ class Session:
             )
         outputs = loop.run(feeds, keep=keep)
         state = self.trainer.state
-        # A rank that had no batch left may not have seen the others stop.
-        if self.strategy.reduce(torch.tensor(state.should_stop), "max").item():
-            state.stop("interrupted")
         if self.stage is Stage.PREDICT:
             return gather_predictions(self.strategy.all_gather_object(outputs)) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
@@ -344,21 +334,24 @@ class Session:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, filepath: str | Path, *, weights_only: bool) -> None:
-        """Writes a checkpoint on rank 0; every rank calls it, and every rank raises where it fails."""
+    def save_checkpoint(
+        self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        """Lets rank 0 ``write`` a checkpoint; every rank calls it, and every rank raises where it fails."""
         trainer, datamodule = self.trainer, self.source.datamodule
         checkpoint = gather_weights(self.module, self.strategy, self.precision, datamodule)
-        checkpoint.update(gather_counters(trainer.state))
+        checkpoint.update(gather_counters(trainer.state, self.moments.repeated_batches()))
         if not weights_only:
             checkpoint.update(
                 gather_training(self.optimizers, self.schedulers, self.precision, trainer.callbacks, datamodule)
             )
+            self.moments.save(checkpoint)
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         self.module.on_save_checkpoint(checkpoint)
         failure = ""
         if trainer.is_global_zero:
             try:
-                write_checkpoint(filepath, checkpoint)
+                write(filepath, checkpoint)
             except CheckpointError as error:
                 failure = str(error)
         if failure := self.strategy.broadcast(failure):
@@ -368,11 +361,12 @@ class Session:
 
     def close(self, *, failed: bool) -> None:
         """Gives the parts back; after a failure only what cannot fail on its own."""
-        self.agreement.close()
+        self.watchdog.close()
         self.data.close()
         if not failed:
             self._call_setup("teardown")
         self.attachment.manual_backward = self.attachment.manual_clip = None
+        self.moments.end()
         self.precision.restore_module(self.module)
         if not failed or self.strategy.world_size == 1:
             # After a failure the other ranks may be anywhere: leaving the group would wait for them.

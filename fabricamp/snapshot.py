@@ -8,6 +8,7 @@ import torch
 
 from fabricamp.checkpoint import plain
 from fabricamp.errors import CheckpointError
+from fabricamp.state import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,16 +54,20 @@ def gather_weights(
     return checkpoint
 
 
-def gather_counters(state: RunState) -> dict[str, Any]:
-    """Returns where the run stands; an epoch that is over counts as the next one's beginning."""
+def gather_counters(state: RunState, repeated_batches: int) -> dict[str, Any]:
+    """Returns where the run stands; an epoch that is over counts as the next one's beginning.
+
+    ``repeated_batches`` of those done are done again by a run that goes on from here.
+    """
+    in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
     return {
         "epoch": state.epoch + state.epoch_ended,
         "global_step": state.global_step,
         "loops": {
             "fit": {
-                "batch_idx": 0 if state.epoch_ended else state.batch_idx - state.open_batches,
-                "batches_done": state.batches_done - state.open_batches,
-                "validated": state.epoch_ended or state.validating_in_fit,
+                "batch_idx": 0 if state.epoch_ended else state.batch_idx - repeated_batches,
+                "batches_done": state.batches_done - repeated_batches,
+                "validated": state.epoch_ended or in_its_end or state.validated_at == state.batches_done,
             }
         },
     }
@@ -160,4 +165,4 @@ def restore_counters(checkpoint: dict[str, Any], state: RunState) -> None:
     state.global_step = int(checkpoint.get("global_step", 0))
     state.batch_idx = int(position.get("batch_idx", 0))
     state.batches_done = int(position.get("batches_done", 0))
-    state.validated = bool(position.get("validated", True))
+    state.validated_at = state.batches_done if position.get("validated", True) else -1

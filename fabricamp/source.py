@@ -181,6 +181,7 @@ class DataSource:
             seed=global_seed(),
             distributed_sampler=self._settings.use_distributed_sampler,
             overfit=self._settings.overfit_batches,
+            per_sample_seed=train and self._settings.per_sample_seed,
         )
 
 

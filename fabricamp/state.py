@@ -7,7 +7,16 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["RunState", "Scope", "Stage"]
+__all__ = ["INTERRUPTIONS", "NON_FINITE", "NOT_VALIDATING", "RunState", "Scope", "Stage"]
+
+INTERRUPTIONS = ("interrupted", "SIGTERM", "SIGUSR1")
+"""The reasons to stop that come from outside: Ctrl-C and signals.  They do not wait for ``min_steps`` or a validation's end."""
+
+NON_FINITE = "non-finite gradients"
+"""The reason to stop of a run that ``nan_policy="stop"`` ends; it does not wait for ``min_steps`` either."""
+
+NOT_VALIDATING = sys.maxsize
+"""``RunState.evaluated`` outside the validation within ``fit``."""
 
 
 class Stage(enum.Enum):
@@ -51,16 +60,19 @@ class RunState:
         "dataloader_idx",
         "epoch",
         "epoch_ended",
+        "evaluated",
         "global_step",
         "hold_at",
+        "hold_evaluated",
         "num_dataloaders",
         "open_batches",
         "scope",
         "should_stop",
         "stage",
         "started",
+        "stop_explanation",
         "stop_reason",
-        "validated",
+        "validated_at",
         "validating_in_fit",
     )
 
@@ -78,15 +90,30 @@ class RunState:
         self.num_dataloaders = 1
         self.should_stop = False
         self.stop_reason = ""
+        self.stop_explanation = ""
         self.validating_in_fit = False
-        # False after a resume: the validation that may be due at ``batch_idx`` was not over yet.
-        self.validated = True
-        # The main thread may not pass this many micro-batches before the ranks agreed where to stop (watchdog.py).
-        self.hold_at = sys.maxsize
+        # The ``batches_done`` at which the last validation within fit came to its end: a resumed run makes up for one that did not.
+        self.validated_at = -1
+        # Batches done of the validation within fit that is running.
+        self.evaluated = NOT_VALIDATING
+        # The main thread may not pass so many micro-batches, and then validation batches, before the ranks agreed where to stop
+        # (watchdog/stop.py).
+        self.hold_at = self.hold_evaluated = sys.maxsize
         self.started = time.monotonic()
 
-    def stop(self, reason: str) -> None:
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C or a signal ended the run."""
+        return self.stop_reason in INTERRUPTIONS
+
+    @property
+    def stops_at_once(self) -> bool:
+        """Whether the reason to stop lets no ``min_steps`` or ``min_epochs`` be waited for."""
+        return self.interrupted or self.stop_reason == NON_FINITE
+
+    def stop(self, reason: str, explanation: str = "") -> None:
         """Ends training at the next step boundary; every rank has to call it at the same place."""
-        if not self.should_stop:
+        if not self.should_stop or (reason == NON_FINITE and not self.interrupted):
             self.should_stop = True
             self.stop_reason = reason
+            self.stop_explanation = explanation

@@ -11,11 +11,13 @@ import torch
 
 from fabricamp import launch
 from fabricamp.arguments import as_callbacks, as_loggers, check_flag, check_settings, refuse_unknown
+from fabricamp.callbacks._resume import resolve_checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.checkpoint import write_checkpoint
 from fabricamp.data import DataModule
-from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.errors import CheckpointError, ConfigError, NonFiniteError
 from fabricamp.hooks import call_all, overrides
 from fabricamp.loggers.run_folder import RunFolderLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
@@ -31,6 +33,7 @@ from fabricamp.watchdog import interrupts
 from fabricamp.workers import start_workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
     from pathlib import Path
 
@@ -80,6 +83,7 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
+        nan_policy: str | None = None,
         logger: Logger | list[Logger] | bool | None = True,
         callbacks: list[Callback | str] | Callback | str | None = None,
         enable_checkpointing: bool = True,
@@ -90,6 +94,7 @@ class Trainer(TrainerProperties):
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
         use_distributed_sampler: bool = True,
+        per_sample_seed: bool = False,
         sync_batchnorm: bool = False,
         inference_mode: bool = True,
         default_root_dir: str | Path | None = None,
@@ -99,7 +104,7 @@ class Trainer(TrainerProperties):
         refuse_unknown(unknown, given)
         self.settings = check_settings(given)
         self._choose_processes(accelerator, devices, strategy)
-        self.precision = precision_from("O0" if precision is None else precision)
+        self.precision = precision_from("O0" if precision is None else precision, self.settings.nan_policy)
         self.precision.check_device(self.device_type)
         self.state = RunState()
         self.session: Session | None = None
@@ -176,7 +181,7 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> None:
-        """Trains from the start, or on from ``ckpt_path`` (a path, "last" or "best")."""
+        """Trains from the start, or on from ``ckpt_path``: a path or URL, "last", "best", or "auto" ("last" where there is one)."""
         self.run(Stage.FIT, module, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(
@@ -230,7 +235,6 @@ class Trainer(TrainerProperties):
             result = start_workers(self, stage, module, source, ckpt_path, options)
             self._leave_interrupted()
             return result
-        path = self._resolve(ckpt_path)
         self._enter(stage, module, source)
         session = self.session
         assert session is not None
@@ -241,7 +245,9 @@ class Trainer(TrainerProperties):
                 # Before there are loader workers: these then leave Ctrl-C to this process.
                 interrupts(session.agreement),
             ):
-                session.open(path)
+                session.attach()
+                self.ckpt_path = resolve_checkpoint(self, None if ckpt_path is None else str(ckpt_path))
+                session.open(self.ckpt_path)
                 if stage is Stage.FIT:
                     session.fit_loop().run()
                     self._leave_fit(session)
@@ -301,7 +307,7 @@ class Trainer(TrainerProperties):
         self.state.started = time.monotonic()
         self.state.should_stop, self.state.stop_reason = False, ""
         self.session = Session(self, stage, module, source)
-        self.session.agreement.start()
+        self.session.watchdog.start()
 
     def _agree_on_folders(self) -> None:
         """One folder a logger for all ranks: rank 0 takes the next free one."""
@@ -312,13 +318,20 @@ class Trainer(TrainerProperties):
         self.log_dir = self.strategy.broadcast(found or self.default_root_dir)
 
     def _leave_fit(self, session: Session) -> None:
+        session.agreement.ended_early(here=self.interrupted)
         if self.interrupted:
-            call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt())
+            call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt(self.state.stop_reason))
+        elif explanation := self.state.stop_explanation:
+            call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
+            if self.is_global_zero:
+                path = next((one.last_model_path for one in self.checkpoint_callbacks if one.last_model_path), "none")
+                logger_.warning("fabricamp: %s; checkpoint: %s", explanation, path)
         self.precision.drain()
         call_all(session.hooks("on_fit_end"))
 
     def _fail(self, session: Session, error: BaseException) -> None:
         launch.record_failure(error)
+        session.watchdog.fail(error)
         if isinstance(error, KeyboardInterrupt):
             # In the middle of anything, perhaps of an update: no state to save.
             self.state.stage = Stage.IDLE
@@ -330,28 +343,19 @@ class Trainer(TrainerProperties):
             session.close(failed=True)
 
     def _leave_interrupted(self) -> None:
-        """After Ctrl-C: a script ends here (exit code 130) rather than going on to its next line; a prompt gets its turn."""
-        if not self.interrupted or launch.interactive():
+        """After a signal the process ends here (exit code 143); so does a script after Ctrl-C (130), a prompt gets its turn."""
+        reason = self.state.stop_reason
+        if not self.interrupted or (reason == "interrupted" and launch.interactive()):
             return
         path = next((one.last_model_path for one in self.checkpoint_callbacks if one.last_model_path), None)
-        self.print(f"Interrupted at step {self.global_step}" + (f"; checkpoint: {path}" if path else ""))
-        raise SystemExit(130)
+        word = "Interrupted" if reason == "interrupted" else f"Ended by {reason}"
+        self.print(f"{word} at step {self.global_step}" + (f"; checkpoint: {path}" if path else ""), flush=True)
+        if reason == "SIGUSR1" and self.is_global_zero:
+            print(f"fabricamp: {launch.requeue_job()}", flush=True)
+        raise SystemExit(130 if reason == "interrupted" else launch.TERMINATED)
 
     def _anomalies(self) -> Any:
         return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
-
-    def _resolve(self, ckpt_path: str | Path | None) -> str | None:
-        """Returns the file that "best" and "last" stand for."""
-        path = None if ckpt_path is None else str(ckpt_path)
-        if path in {"best", "last"}:
-            found = next((getattr(one, f"{path}_model_path") for one in self.checkpoint_callbacks), "")
-            if not found:
-                raise CheckpointError(
-                    f"ckpt_path={path!r}: no ModelCheckpoint of this Trainer has saved one yet; give a path"
-                )
-            path = str(found)
-        self.ckpt_path = path
-        return path
 
     # -- what callbacks call -----------------------------------------------------------------------------------------------------
 
@@ -373,14 +377,20 @@ class Trainer(TrainerProperties):
         """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``)."""
         self.state.stop(reason)
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
-        """Writes a checkpoint; to be called on every rank, rank 0 writes.  Raises :class:`CheckpointError` on every rank."""
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        *,
+        write: Callable[[str, dict[str, Any]], None] = write_checkpoint,
+    ) -> None:
+        """Writes a checkpoint: every rank calls it, rank 0 calls ``write``; raises :class:`CheckpointError` on every rank."""
         if self._launches:
             raise CheckpointError(
                 "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
                 "call it in a hook such as on_fit_end"
             )
-        self._opened.save_checkpoint(filepath, weights_only=weights_only)
+        self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once a process."""

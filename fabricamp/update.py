@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NonFiniteError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
+from fabricamp.precision.loss_scaler import PATIENCE
+from fabricamp.precision.nonfinite import LossWatch
 from fabricamp.schedules import Schedules
+from fabricamp.state import NON_FINITE
 from fabricamp.strategies.base import IN_PLACE, Strategy
 
 if TYPE_CHECKING:
@@ -49,11 +52,14 @@ class Update:
         self._precision = parts.precision
         self._metrics = parts.metrics
         self._accumulate = parts.limits.accumulate
+        self._whole = True
         self._clip = parts.clip
         self._buffers = parts.precision.accumulation_buffers()
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
-        # With a lag the schedules follow the verdicts instead.
-        self._advances_at_once = self.schedules.follow_steps and parts.precision.lag == 0
+        self._follows_verdicts = parts.precision.follows_verdicts
+        self._advances_at_once = self.schedules.follow_steps and not self._follows_verdicts
+        if parts.precision.lag == 0:
+            parts.metrics.sinks.append(LossWatch())  # what nothing looks at on the device
         self._unreported_skips = 0
         self._plain_step: Callable[[], Any] | None = None
         self._plain_zero_grad: Callable[[], Any] | None = None
@@ -114,13 +120,38 @@ class Update:
                 self._plain_step()
                 self._state.global_step += 1
                 self.stepped = True
-        self._state.open_batches = 0 if ends_window else self._state.open_batches + 1
+        if ends_window:
+            self._state.open_batches = 0
+        else:
+            self._state.open_batches += 1
+            self._whole = True
         return outputs
 
     def drop_window(self) -> None:
         """Forgets a window that was begun."""
         self.loss = None
         self._state.open_batches = 0
+
+    def window_state(self) -> dict[str, Any] | None:
+        """Returns what the open window has beside ``.grad``; None where none is open, or a micro-batch is in the middle of it."""
+        if self.loss is None or not self._whole:
+            return None
+        tensors = [*self._precision.window_tensors(), self.loss.detach()]
+        return {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+
+    def load_window_state(self, window: dict[str, Any]) -> str:
+        """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        for name, here in (("level", self._precision.name), ("accumulate", self._accumulate)):
+            if window[name] != here:
+                return f"{name} was {window[name]!r} there and is {here!r} here"
+        own, (*saved, loss) = self._precision.window_tensors(), window["tensors"]
+        if [tensor.shape for tensor in own] != [tensor.shape for tensor in saved]:
+            return "gradients are summed in other tensors"
+        for tensor, value in zip(own, saved, strict=True):
+            tensor.copy_(value)
+        self._precision.take_window()
+        self.loss = loss.to(self._strategy.device)
+        return ""
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
         output = self._forward(batch, batch_idx)
@@ -137,6 +168,7 @@ class Update:
         self.loss = loss
         if self._accumulate > 1:
             loss = loss / self._accumulate
+            self._whole = False
         for hook in self._before_backward:
             hook(loss)
         self._backward(loss)
@@ -168,7 +200,7 @@ class Update:
             if self._gradients_are_seen:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
             else:
-                self._precision.step(optimizer, gradients, self._clip)
+                self._precision.step(optimizer, gradients, self._clip, loss=loss)
         self._close_window(loss)
 
     def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
@@ -188,15 +220,19 @@ class Update:
         verdict = self._precision.close_window(loss) if self._closes else None
         self._state.global_step += 1
         self.stepped = True
+        if self._advances_at_once:
+            self.schedules.advance(self._state.global_step)
         if verdict is not None:
             self._heed(verdict)
-        elif self._advances_at_once:
-            self.schedules.advance(self._state.global_step)
 
     def _heed(self, verdict: Verdict) -> None:
         """Acts on what became of the window ``lag`` windows ago: schedules follow applied steps."""
         if verdict.applied:
-            self.schedules.advance(verdict.applied_steps)
+            if self._follows_verdicts:
+                self.schedules.advance(verdict.applied_steps)
+            return
+        if verdict.ends_run:
+            self._end_run()
             return
         self._unreported_skips += 1
         if verdict.skipped_steps == 1:
@@ -211,16 +247,40 @@ class Update:
         return result
 
     def finish(self) -> None:
-        """Tells of overflows that no step told of; after the last batch."""
-        self._unreported_skips += sum(not verdict.applied for verdict in self._precision.drain())
+        """Tells of overflows that no step told of, and ends the run for them where it has to; after the last batch."""
+        skipped = [verdict for verdict in self._precision.drain() if not verdict.applied]
+        ending = any(verdict.ends_run for verdict in skipped)
+        self._unreported_skips += 0 if ending else len(skipped)
         self.report_skips()
+        if ending:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Stops or raises, at the same step on every rank: every one has read the same verdict."""
+        state, policy = self._state, self._precision.nan_policy
+        if state.stop_reason == NON_FINITE:
+            return
+        explanation = self._precision.explain(state.global_step)
+        if policy == "stop":
+            explanation = f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
+            state.stop(NON_FINITE, explanation)
+        elif policy == "raise":
+            raise NonFiniteError(
+                f"{explanation}; weights are those from before it. Look for the operation with detect_anomaly=True, lower the "
+                "learning rate, or let such steps be left out with nan_policy='skip'"
+            )
+        else:
+            raise NonFiniteError(
+                f"{PATIENCE} steps in a row were skipped at the lowest loss scale ({self._precision.scale:g}): {explanation}. "
+                "Look for what is too large in data or loss, lower the learning rate, or train in bf16 ('O4', 'O5') or 'O0'"
+            )
 
     def report_skips(self) -> None:
         """Logs how many steps were skipped for overflow since it was last said."""
         if self._unreported_skips and self._strategy.rank == 0:
             logger.warning(
-                "fabricamp: %d of the last steps overflowed in half precision and were skipped (%d in all, loss scale now %g); "
-                "a skip now and then is how the scale is found",
+                "fabricamp: %d of the last steps overflowed and were skipped (%d in all, loss scale now %g); "
+                "with a dynamic scale a skip now and then is how it is found",
                 self._unreported_skips, self._precision.skipped_steps, self._precision.scale,
             )  # fmt: skip
         self._unreported_skips = 0

@@ -20,6 +20,7 @@ from fabricamp.rng import (
     restore_rng,
     seed_everything,
     seed_worker,
+    seeded,
     seeds_workers,
 )
 
@@ -135,3 +136,19 @@ def test_no_determinism_leaves_the_process_as_it_is(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     with pytest.raises(ConfigError, match="deterministic='yes'"), deterministic_mode("yes"):
         pass
+
+
+def test_seeded_draws_from_what_is_given_and_leaves_everything_as_it_was():
+    def inside(*given):
+        with seeded(*given):
+            return draw()[:5]
+
+    seed_everything(3)
+    expected = draw()
+    seed_everything(3)
+    first = inside(1, 2, 3)
+    assert inside(1, 2, 3) == first
+    assert len({tuple(inside(*given)) for given in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 23))}) == 5
+    with contextlib.suppress(KeyError), seeded(4):
+        raise KeyError
+    assert draw() == expected

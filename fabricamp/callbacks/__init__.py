@@ -6,7 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricamp.callbacks.amp_state import AmpState
+    from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
     from fabricamp.callbacks.base import CALLBACKS, Callback
+    from fabricamp.callbacks.divergence_check import DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -15,7 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CALLBACKS",
+    "AmpState",
+    "AsyncCheckpoint",
     "Callback",
+    "DivergenceCheck",
     "EarlyStopping",
     "EarlyStoppingReason",
     "LearningRateMonitor",
@@ -26,8 +32,11 @@ __all__ = [
 ]
 
 _FILES = {
+    "AmpState": "amp_state",
+    "AsyncCheckpoint": "async_checkpoint",
     "CALLBACKS": "base",
     "Callback": "base",
+    "DivergenceCheck": "divergence_check",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "LearningRateMonitor": "learning_rate_monitor",

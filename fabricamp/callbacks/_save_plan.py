@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabricamp.callbacks._rotation import Kept
+from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,12 +28,28 @@ class Plan:
     after: Kept = field(default_factory=Kept)
     remove: tuple[str, ...] = ()
 
+    def make_room(self) -> None:
+        """Before the new file is written."""
+        for old, new in self.moves:
+            copy_checkpoint(old, new)
+
+    def rotate(self, *, link: bool) -> None:
+        """Once the new file is verified: brings the last one up to date and removes what may go."""
+        if self.last and self.last != self.target:
+            (link_checkpoint if link else copy_checkpoint)(self.target, self.last)
+        for path in self.remove:
+            try:
+                places.remove(path)
+            except OSError as error:
+                reason = error.strerror or error
+                warnings.warn(f"cannot remove the old checkpoint {path}: {reason}", RuntimeWarning, stacklevel=2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """Plans the saves into one folder."""
 
-    folder: Path
+    folder: str
     top_k: int
     mode: str
     versions: bool
@@ -46,7 +62,7 @@ class Planner:
 
     def plan(self, kept: Kept, path: str, last: str, score: float | None) -> Plan:
         """Plans to save at ``path`` (where ``score`` is good enough) and at ``last``, either of which may be empty."""
-        kept = kept.without({file for file in kept.all() if not _exists(file)})
+        kept = kept.without({file for file in kept.all() if not places.exists(file)})
         moves: tuple[tuple[str, str], ...] = ()
         if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
             staying = kept.files if self.top_k < 0 else kept.add("", score, self.top_k, self.mode).scores
@@ -68,10 +84,12 @@ class Planner:
         last = self._name(last, {old})
         moves, spare = plan.moves, ""
         if old == last:
-            spare = kept.spare if _same_file(kept.spare, old) else self._aside(old)
-            spare = spare if _stands_alone(old, spare) else ""
+            spare = kept.spare if places.same_file(kept.spare, old) else self._aside(old)
+            # Nothing but the spare shares its content: that would be lost with the name.
+            alone = not places.has_other_names(old) or places.same_file(spare, old)
+            spare = spare if alone else ""
             moves += ((old, spare),) if spare else ()
-        elif old and not Path(old).is_symlink():
+        elif old and not places.is_link(old):
             spare = old
         after = replace(plan.after, last=last, spare=spare)
         dropped = {old, kept.spare} - {last, spare, ""}
@@ -89,39 +107,15 @@ class Planner:
 
     def _aside(self, path: str) -> str:
         """A free name for the good file whose name is about to be taken, or the one that a killed run gave it already."""
-        taken = Path(path)
-        aside = str(taken.with_name(f"{taken.stem}{self.join}previous{taken.suffix}"))
-        return self._versioned(aside, {aside} if _same_file(aside, path) else ())
+        aside = places.with_name(path, f"{self.join}previous")
+        return self._versioned(aside, {aside} if places.same_file(aside, path) else ())
 
     def _versioned(self, path: str, own: Collection[str]) -> str:
-        wanted, version = Path(path), self.first_version
-        name = path
-        while _exists(name) and name not in own:
-            name = str(wanted.with_name(f"{wanted.stem}{self.join}v{version}{wanted.suffix}"))
+        name, version = path, self.first_version
+        while places.exists(name) and name not in own:
+            name = places.with_name(path, f"{self.join}v{version}")
             version += 1
         return name
 
     def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path for path in paths if self.folder in Path(path).parents and not _same(path, self.protected))
-
-
-def _exists(path: str) -> bool:
-    """Whether the name is taken, be it by a link that leads nowhere."""
-    return os.path.lexists(path) if path else False
-
-
-def _same(path: str, other: str) -> bool:
-    return bool(other) and Path(path).absolute() == Path(other).absolute()
-
-
-def _same_file(name: str, other: str) -> bool:
-    """Whether both names are there, and lead to one file."""
-    return _exists(name) and _exists(other) and Path(name).samefile(other)
-
-
-def _stands_alone(last: str, spare: str) -> bool:
-    """Whether the content of ``last`` would be lost with its name: nothing but ``spare`` shares it."""
-    file = Path(last)
-    if file.is_symlink() or not file.exists():
-        return False
-    return file.stat().st_nlink == 1 or _same_file(spare, last)
+        return tuple(path for path in paths if places.is_within(path, self.folder) and path != self.protected)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
-import time
-import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from fabricamp.callbacks._cadence import Cadence, Every, parse_every
 from fabricamp.callbacks._file_names import FileName
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.callbacks._save_plan import Plan, Planner
 from fabricamp.callbacks.base import Callback
-from fabricamp.checkpoint import copy_checkpoint, link_checkpoint
+from fabricamp.checkpoint import places
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.state import Stage
+from fabricamp.state import NON_FINITE, Stage
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     from fabricamp.module import TrainingModule
@@ -35,18 +32,20 @@ __all__ = ["ModelCheckpoint"]
 class ModelCheckpoint(Callback):
     """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
 
-    Cadence (one of three): ``every_n_train_steps``, ``train_time_interval``, ``every_n_epochs`` (the default, 1).  Epoch
-    checkpoints are written at the end of the train epoch where all metrics are there by then, else after each validation;
-    ``save_on_train_epoch_end`` decides otherwise.
+    Cadence: ``every="100 steps, 1 epoch, 30 min"``, any of the three; or one of Lightning's ``every_n_train_steps``,
+    ``train_time_interval``, ``every_n_epochs`` (the default, 1).  Epoch checkpoints are written at the end of the train epoch
+    where all metrics are there by then, else after each validation; ``save_on_train_epoch_end`` decides otherwise.
 
     ``save_top_k``: the best k by ``monitor`` (without one: 1, the newest); -1 all; 0 none.  The two newest files stay in any
     case, so ``save_top_k=1`` shows one spare.  ``save_last``: True keeps the newest as ``last.ckpt`` too (the one before as
     ``last-previous.ckpt`` where nothing else holds it), "link" a symbolic link to it.
 
     ``filename`` may hold metrics, as ``"{epoch}-{val_loss:.2f}"``; ``dirpath`` is ``checkpoints`` in the logger's folder by
-    default.  Files of another run are never replaced or removed: a taken name gets ``-v1`` (``enable_version_counter``).
+    default, and may be a URL that fsspec opens (``s3://bucket/run``).  Files of another run are never replaced or removed: a
+    taken name gets ``-v1`` (``enable_version_counter``).
 
-    Ctrl-C writes the checkpoint of that step, ``save_on_exception`` that of any other exception (one process only).
+    Ctrl-C and ``nan_policy="stop"`` write the checkpoint of that step, ``save_on_exception`` that of any other exception (one
+    process only).
 
     Example:
         >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")
@@ -77,8 +76,9 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        every: str | None = None,
     ) -> None:
-        self.dirpath = None if dirpath is None else str(Path(dirpath).expanduser().absolute())
+        self.dirpath = None if dirpath is None else places.normal(dirpath)
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -89,16 +89,17 @@ class ModelCheckpoint(Callback):
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
-        self.every_n_train_steps = every_n_train_steps or 0
-        self.train_time_interval = train_time_interval
-        others = self.every_n_train_steps or train_time_interval is not None
-        self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not others)
-        self._dirpath_given = dirpath is not None
+        self.every = every
+        self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = _chosen(
+            every, every_n_train_steps, every_n_epochs, train_time_interval
+        )
+        self._check_arguments()
+        self._cadence = Cadence(self.every_n_train_steps, self.train_time_interval)
+        self.dirpath_given = dirpath is not None
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._kept = Kept()
         self._writing: Kept | None = None
         self._start_at(0)
-        self._check_arguments()
 
     @property
     def best_model_path(self) -> str:
@@ -130,10 +131,15 @@ class ModelCheckpoint(Callback):
         """The file of ``save_last``, or the one that Ctrl-C or an exception left."""
         return self._kept.last
 
+    def known_files(self) -> set[str]:
+        """Every file that this callback keeps."""
+        return self._kept.all()
+
     @property
     def state_key(self) -> str:
         """Names metric and kind of cadence, not its length: a run may go on with another one."""
-        cadence = "steps" if self.every_n_train_steps else "time" if self.train_time_interval else "epochs"
+        kinds = {"steps": self.every_n_train_steps, "time": self.train_time_interval, "epochs": self.every_n_epochs}
+        cadence = "+".join(kind for kind, given in kinds.items() if given) or "epochs"
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
@@ -152,7 +158,7 @@ class ModelCheckpoint(Callback):
         """The path of a checkpoint with these metrics, in ``dirpath`` once that is known."""
         name = self._template(filename or self.filename).fill(metrics)
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return str(Path(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}"))
+        return places.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Decides the folder, the same on every rank."""
@@ -163,9 +169,9 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
                 "the others' state; use every_n_train_steps or train_time_interval instead"
             )
-        if not self._dirpath_given:
-            self.dirpath = str(Path(trainer.log_dir or trainer.default_root_dir, "checkpoints").absolute())
-        problem = _unusable(Path(self.dirpath or "")) if trainer.is_global_zero and not trainer.fast_dev_run else ""
+        if not self.dirpath_given:
+            self.dirpath = places.join(places.normal(trainer.log_dir or trainer.default_root_dir), "checkpoints")
+        problem = places.unusable(self.dirpath or "") if trainer.is_global_zero and not trainer.fast_dev_run else ""
         self.dirpath, problem = trainer.strategy.broadcast((self.dirpath, problem))
         if problem:
             raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
@@ -176,27 +182,17 @@ class ModelCheckpoint(Callback):
 
     def _start_at(self, step: int) -> None:
         self._saved_step = step
-        self._interval_start = time.monotonic()
-        self._looked = (self._interval_start, step)
         self._metrics_complete = self._validated = self._unjudged = False
-        self._next_look = sys.maxsize
-        if self.every_n_train_steps:
-            self._next_look = (step // self.every_n_train_steps + 1) * self.every_n_train_steps
-        elif self.train_time_interval:
-            self._next_look = step + 1
+        self._cadence.start(step)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves where the step or the time has come."""
-        if trainer.global_step < self._next_look:
+        if trainer.global_step < self._cadence.next_look:
             return
-        if self.train_time_interval:
-            if self._time_is_up(trainer, self.train_time_interval.total_seconds()):
-                self._save(trainer)
-            return
-        self._next_look += self.every_n_train_steps
-        self._save(trainer)
+        if self._cadence.is_due(trainer.global_step, trainer.strategy):
+            self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Saves after validation, unless that is done at the end of the train epoch."""
@@ -216,11 +212,9 @@ class ModelCheckpoint(Callback):
             self._judge_names(trainer, ranked=True)
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
-        """Saves the step at which Ctrl-C (or, with ``save_on_exception``, anything else) ended training."""
-        if (
-            not (self.save_on_exception or isinstance(exception, KeyboardInterrupt))
-            or trainer.state.stage is not Stage.FIT
-        ):
+        """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
+        stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
+        if not (self.save_on_exception or stopped) or trainer.state.stage is not Stage.FIT:
             return
         if self._saved_step != trainer.global_step:
             self._save(trainer, ranked=False)
@@ -239,17 +233,34 @@ class ModelCheckpoint(Callback):
         plan = trainer.strategy.broadcast(self._plan(trainer, ranked=ranked) if trainer.is_global_zero else Plan())
         if not plan.target:
             return
-        _on_rank_zero(trainer, lambda: _move(plan))
+        _on_rank_zero(trainer, plan.make_room)
+        self._write(trainer, plan)
+        self._saved_step = trainer.global_step
+        if self.verbose:
+            trainer.print(f"{type(self).__name__}: step {trainer.global_step} is saved in {plan.target}")
+
+    def _write(self, trainer: Trainer, plan: Plan) -> None:
+        self._hand_over(trainer, plan)
+        _on_rank_zero(trainer, lambda: self._rotate(plan))
+        self._publish(plan)
+
+    def _hand_over(
+        self, trainer: Trainer, plan: Plan, write: Callable[[str, dict[str, Any]], None] | None = None
+    ) -> None:
+        """Lets the Trainer write the checkpoint, in which this callback's state holds the new file already."""
+        options = {} if write is None else {"write": write}
         self._writing = plan.after
         try:
-            trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only)
+            trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only, **options)
         finally:
             self._writing = None
-        self._saved_step = trainer.global_step
-        _on_rank_zero(trainer, lambda: _rotate(plan, link=self.save_last == "link"))
+
+    def _rotate(self, plan: Plan) -> None:
+        plan.rotate(link=self.save_last == "link")
+
+    def _publish(self, plan: Plan) -> None:
+        """Only now do the paths show a file that is there."""
         self._kept = plan.after.without(plan.remove)
-        if self.verbose:
-            trainer.print(f"ModelCheckpoint: step {trainer.global_step} is saved in {plan.target}")
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
         """Rank 0's decision: which file, under which name, instead of which others."""
@@ -267,14 +278,14 @@ class ModelCheckpoint(Callback):
 
     def _planner(self, trainer: Trainer) -> Planner:
         return Planner(
-            folder=Path(self.dirpath or ""),
+            folder=self.dirpath or "",
             top_k=self.save_top_k,
             mode=self.mode,
             versions=self.enable_version_counter,
             link_last=self.save_last == "link",
             join=self.CHECKPOINT_JOIN_CHAR,
             first_version=self.STARTING_VERSION,
-            protected=str(trainer.ckpt_path or ""),
+            protected=places.normal(trainer.ckpt_path) if trainer.ckpt_path else "",
         )
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
@@ -299,21 +310,6 @@ class ModelCheckpoint(Callback):
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
         return checks_at_train_epoch_end(trainer)
-
-    def _time_is_up(self, trainer: Trainer, interval: float) -> bool:
-        """Whether rank 0's clock says so; ranks ask together, the more seldom the longer it will take."""
-        step, now = trainer.global_step, time.monotonic()
-        before, step_before = self._looked
-        remaining = interval - (now - self._interval_start)
-        up = remaining <= 0
-        if up:
-            self._interval_start = now
-        steps_left = (interval if up else remaining) * (step - step_before) / max(now - before, 1e-9)
-        # Half of the way each time: a pace that changes is noticed before it matters.
-        ahead = max(1, int(min(steps_left / 2, 1e9)))
-        up, self._next_look = trainer.strategy.broadcast((up, step + ahead))
-        self._looked = (now, step)
-        return up
 
     def _check_arguments(self) -> None:
         """Raises :class:`ConfigError` for what cannot work, whatever the run."""
@@ -345,30 +341,27 @@ class ModelCheckpoint(Callback):
         given = [
             name for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval") if getattr(self, name)
         ]
-        if len(given) > 1:
+        if len(given) > 1 and self.every is None:
             raise ConfigError(
-                f"ModelCheckpoint was given {' and '.join(given)}: choose one, and use a second ModelCheckpoint for the other"
+                f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"
             )
+
+
+def _chosen(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
+    """What ``every`` says, or Lightning's three arguments with their default."""
+    if every is None:
+        others = steps or interval is not None
+        return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
+    if any(one is not None for one in (steps, epochs, interval)):
+        raise ConfigError(
+            f"ModelCheckpoint(every={every!r}) says all of when to save: leave every_n_train_steps, train_time_interval and "
+            "every_n_epochs out"
+        )
+    return parse_every(every)
 
 
 def _score(value: float | None) -> Tensor | None:
     return None if value is None else torch.tensor(value, dtype=torch.float64)
-
-
-def _move(plan: Plan) -> None:
-    for old, new in plan.moves:
-        copy_checkpoint(old, new)
-
-
-def _rotate(plan: Plan, *, link: bool) -> None:
-    """Once the new file is verified: brings the last one up to date and removes what may go."""
-    if plan.last and plan.last != plan.target:
-        (link_checkpoint if link else copy_checkpoint)(plan.target, plan.last)
-    for path in plan.remove:
-        try:
-            Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            warnings.warn(f"cannot remove the old checkpoint {path}: {error.strerror}", RuntimeWarning, stacklevel=2)
 
 
 def _on_rank_zero(trainer: Trainer, action: Callable[[], None]) -> None:
@@ -382,11 +375,3 @@ def _on_rank_zero(trainer: Trainer, action: Callable[[], None]) -> None:
     problem = trainer.strategy.broadcast(problem)
     if problem:
         raise CheckpointError(problem)
-
-
-def _unusable(folder: Path) -> str:
-    """Why no file can be written into ``folder``, as far as that can be told without making it."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        return f"{existing} is a file"
-    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -9,17 +10,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabricamp.data.lengths import known_length, loader_length
-from fabricamp.data.samplers import TrainSampler
+from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
 from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["CombinedLoader", "combine"]
+__all__ = ["CombinedLoader", "CombinedPass", "combine"]
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
 """Between the epochs that give passes over a shorter loader their order: odd and large, as generators use 32 bits of a seed."""
+_END = object()
 
 
 class CombinedLoader:
@@ -55,67 +57,176 @@ class CombinedLoader:
 
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
         """A combined loader like this one, of ``function(loader)`` of each."""
-        return CombinedLoader(self._collect([function(loader) for loader in self.members]), self.mode)
+        return CombinedLoader(self.collect([function(loader) for loader in self.members]), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
         """Remembers the epoch, from which a shorter loader that starts again derives its next order."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        length = self._length()
+        length = self.length()
         if length == math.inf:
             message = "a CombinedLoader has no len() where a loader in it has none"
             raise TypeError(message)
         return int(length)
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.mode == "sequential":
-            for loader in self.members:
-                yield from loader
-            return
-        length = self._length()
-        sources = [self._source(loader) for loader in self.members]
-        ended = [False] * len(sources)
-        count = 0
-        while count < length:
-            batches = [next(source) for source in sources]
-            ended = [before or fresh for before, (_, fresh) in zip(ended, batches, strict=True)]
-            if all(ended) or (self.mode == "min_size" and any(ended)):
-                return
-            yield self._collect([batch for batch, _ in batches])
-            count += 1
+    def __iter__(self) -> CombinedPass:
+        return self.behind([])
 
-    def _length(self) -> int | float:
+    def behind(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
+        """A pass that begins where another one's :meth:`CombinedPass.places` were taken."""
+        cycles = self.mode == "max_size_cycle"
+        begun = places or [{}] * len(self._keys)
+        sources = [
+            _Source(loader, self._epoch, cycles=cycles, place=place)
+            for loader, place in zip(self.members, begun, strict=True)
+        ]
+        return CombinedPass(self, sources)
+
+    def batches_behind(self, places: Sequence[dict[str, Any]]) -> int:
+        """The number of batches that lie behind ``places``, whoever counted them."""
+        whole = [known_length(loader) for loader in self.members]
+        counts = [
+            int(length) if place.get("rounds") and length < math.inf else batches_behind(loader, place)
+            for loader, place, length in zip(self.members, places, whole, strict=True)
+        ]
+        if self.mode == "sequential":
+            return sum(counts)
+        # Those in their first round tell; a loader that starts again counts anew.
+        return max((count for count, place in zip(counts, places, strict=True) if not place.get("rounds")), default=0)
+
+    def length(self) -> int | float:
+        """The number of batches, inf where a loader in it does not say."""
         lengths = [known_length(loader) for loader in self.members]
         if self.mode == "sequential":
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
-    def _source(self, loader: Any) -> Iterator[tuple[Any, bool]]:
-        """Endless (batch, whether the loader has ended): what follows its end is its beginning again, or None."""
-        yield from ((batch, False) for batch in loader)
-        rounds = 0
-        while self.mode == "max_size_cycle":
-            rounds += 1
-            sampler = getattr(loader, "sampler", None)
-            if isinstance(sampler, TrainSampler):
-                sampler.set_epoch(self._epoch + rounds * _PASS)
-            batches = 0
-            for batch in loader:
-                batches += 1
-                yield batch, True
-            if batches == 0:
-                raise ConfigError(
-                    f"CombinedLoader: {type(loader).__name__} ended and cannot start again; "
-                    "pass an object that can be iterated more than once, or mode='min_size'"
-                )
-        while True:
-            yield None, True
-
-    def _collect(self, values: list[Any]) -> Any:
+    def collect(self, values: list[Any]) -> Any:
+        """Returns one value of each loader, in the collection that they came in."""
         if isinstance(self.loaders, dict):
             return dict(zip(self._keys, values, strict=True))
         return values if isinstance(self.loaders, list) else tuple(values)
+
+
+class CombinedPass:
+    """One pass over a :class:`CombinedLoader`; all but the sequential mode have every loader's iterator from the start."""
+
+    def __init__(self, combined: CombinedLoader, sources: list[_Source]) -> None:
+        self._combined = combined
+        self._sources = sources
+        self._sequential = combined.mode == "sequential"
+        self._ends_early = combined.mode == "min_size"
+        # Before anything is opened: a pass that begins within its order makes its loader shorter until its first batch.
+        self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
+        # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in.
+        going = [source for source in sources if not source.ended]
+        for source in going[:1] if self._sequential else sources:
+            source.open()
+
+    def __iter__(self) -> CombinedPass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._sequential:
+            return self._next_in_turn()
+        if self._left <= 0:
+            raise StopIteration
+        self._left -= 1
+        batches = [source.take() for source in self._sources]
+        ended = [source.ended for source in self._sources]
+        if all(ended) or (self._ends_early and any(ended)):
+            self._left = 0
+            raise StopIteration
+        return self._combined.collect(batches)
+
+    def places(self) -> list[dict[str, Any]]:
+        """Where each loader stands, behind the batch that was read last."""
+        return [source.place() for source in self._sources]
+
+    def close(self) -> None:
+        """Lets go of the loaders' iterators and ends their workers."""
+        for source in self._sources:
+            source.close()
+
+    def _next_in_turn(self) -> Any:
+        for source in self._sources:
+            if source.ended:
+                continue
+            batch = source.take()
+            if not source.ended:
+                return batch
+        raise StopIteration
+
+
+class _Source:
+    """Endless batches of one loader: behind its end comes its beginning again (``cycles``), or None."""
+
+    def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any]) -> None:
+        self.entered = place
+        self.rounds = int(place.get("rounds", 0))
+        self._loader = loader
+        self._epoch = epoch
+        self._cycles = cycles
+        self._given = 0
+        self._batches: Iterator[Any] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loader has come to its end before."""
+        return self.rounds > 0
+
+    def open(self) -> None:
+        """Begins the pass at its place, unless it has begun, or has ended for good."""
+        if self._batches is not None or (self.ended and not self._cycles):
+            return
+        self._choose_order()
+        unread = enter(self._loader, self.entered) if self.entered else 0
+        self._batches = begin(self._loader)
+        next(itertools.islice(self._batches, unread, unread), None)
+
+    def take(self) -> Any:
+        """The next batch."""
+        self.open()
+        batch = _END if self._batches is None else next(self._batches, _END)
+        if batch is _END:
+            batch = self._start_again()
+        self._given += 1
+        return batch
+
+    def _start_again(self) -> Any:
+        self.close()
+        if not self._cycles:
+            if not self.ended:
+                self.rounds = 1
+                self.entered = {"rounds": 1, "batches": self.entered.get("batches", 0) + self._given}
+            return None
+        self.rounds += 1
+        self.entered, self._given = {}, 0
+        self.open()
+        batch = _END if self._batches is None else next(self._batches, _END)
+        if batch is _END:
+            raise ConfigError(
+                f"CombinedLoader: {type(self._loader).__name__} ended and cannot start again; "
+                "pass an object that can be iterated more than once, or mode='min_size'"
+            )
+        return batch
+
+    def place(self) -> dict[str, Any]:
+        """Where the pass stands."""
+        if self.ended and not self._cycles:
+            return self.entered
+        return {"rounds": self.rounds, **place_of(self._loader, self.entered, self._given)}
+
+    def close(self) -> None:
+        """Lets go of the loader's iterator; its workers end, unless they are to wait for the next pass."""
+        end_workers(self._loader, self._batches)
+        self._batches = None
+
+    def _choose_order(self) -> None:
+        sampler = own_sampler(self._loader)
+        if sampler is not None and self.rounds:
+            sampler.set_epoch(self._epoch + self.rounds * _PASS)
 
 
 def combine(loaders: Any) -> Any:

@@ -9,11 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricamp.data.combined import CombinedLoader
+from fabricamp.data.combined import CombinedLoader, CombinedPass
 from fabricamp.data.lengths import known_length
-from fabricamp.data.loaders import skip_batches
+from fabricamp.data.position import (
+    batches_behind,
+    begin,
+    draws_while_reading,
+    end_workers,
+    enter,
+    generators_of,
+    is_stateful,
+    isolate,
+    own_sampler,
+    place_of,
+    restore,
+    restore_states,
+    states_of,
+)
 from fabricamp.data.transfer import record_stream
-from fabricamp.errors import ConfigError
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.rng import capture_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -49,13 +64,25 @@ class Feed:
         prefetch: bool = False,
     ) -> None:
         self.last = False
-        self._loader = loader
         self.limit = limit
+        self._loader = loader
+        self._members: list[Any] = loader.members if isinstance(loader, CombinedLoader) else [loader]
         self._prepare = prepare
         self._finish = finish
         self._device = device or torch.device("cpu")
         self._prefetch = prefetch and self._device.type == "cuda"
         self._running: Generator[Any, None, None] | None = None
+        self._resume: dict[str, Any] | None = None  # until the pass has begun that it is for
+        self._source: Any = None
+        self._entered: list[dict[str, Any]] = []
+        self._behind = 0
+        self._begun: dict[str, Any] = {}
+        self._ahead: dict[str, Any] | None = None
+        self._given = 0
+        self._loaded: dict[str, Any] | None = None
+        self._over = False
+        self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
+        self._draws = any(map(draws_while_reading, self._members))
 
     def __iter__(self) -> Iterator[Any]:
         return self.behind(0)
@@ -63,7 +90,13 @@ class Feed:
     def behind(self, count: int) -> Iterator[Any]:
         """A pass without its first ``count`` batches: never read where the order is ours, else read past."""
         self.close()
-        self._running = self._run(count)
+        self.last = False
+        if self._over:  # resumed behind its last batch
+            self._over = False
+            return iter(())
+        self._resume = self._resume or ({"batches": count} if count else None)
+        self._behind = count
+        self._running = self._run()
         return self._running
 
     def close(self) -> None:
@@ -72,23 +105,121 @@ class Feed:
             self._running.close()
             self._running = None
 
-    def _run(self, skipped: int) -> Generator[Any, None, None]:
+    @property
+    def read_past(self) -> list[str]:
+        """The kinds of loaders that a resumed pass has to read from the beginning."""
+        return [type(member).__name__ for member in self._members if _is_read_past(member)]
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """Returns where the pass stands once ``batches`` of it are done (0: between two passes), on this rank."""
+        if self._loaded is not None and batches:
+            return self._loaded
+        state: dict[str, Any] = {"batches": batches, "generators": states_of(generators_of(self._members))}
+        if self.last or batches == 0:
+            # Streams that have come to their end may know more than that: how to begin again.
+            places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
+            if self._resume is not None:
+                places = self._resume["places"]
+            return {**state, "places": places, "last": self.last}
+        ahead = self._ahead or {"places": self._places(batches - self._behind)}
+        return {**state, **ahead, "begun": self._begun, "last": False}
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Makes the next pass begin where ``state`` was taken; returns how many batches of this run's size lie behind it."""
+        restore_states(generators_of(self._members), state["generators"])
+        places, batches = state["places"], int(state["batches"])
+        if places and len(places) != len(self._members):
+            raise CheckpointError(
+                f"the checkpoint was written in an epoch over {len(places)} loaders, and this run has {len(self._members)}; "
+                "give the same ones, or a checkpoint from the end of an epoch"
+            )
+        self.last = self._over = bool(state["last"])
+        self._loaded = state
+        if self.last:
+            self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
+            whole = min(_exact_length(self._loader), self.limit)
+            return batches if whole == math.inf else int(whole)
+        self._resume = state if places else None
+        if batches and isinstance(self._loader, CombinedLoader):
+            return self._loader.batches_behind(places)
+        return batches_behind(self._loader, places[0]) if batches else 0
+
+    def _run(self) -> Generator[Any, None, None]:
         announced = _exact_length(self._loader)
-        total = min(announced, self.limit) - skipped
+        total = min(announced, self.limit) - self._behind
         if total <= 0:
+            self._resume = None
             return
-        unread = skip_batches(self._loader, skipped) if skipped else 0
-        batches = _taken(self._loader, total, exactly=announced < math.inf, unread=unread)
+        counts = announced < math.inf
         try:
+            batches = self._begin(total, exactly=counts, reads_ahead=self._prefetch or not counts)
             if self._prefetch:
                 yield from self._prefetched(batches)
-            elif announced < math.inf:
+            elif counts:
                 yield from self._counted(batches, int(total))
             else:
                 yield from self._looked_ahead(batches)
         finally:
             self.last = False
-            batches.close()
+            self._end()
+
+    def _begin(self, total: float, *, exactly: bool, reads_ahead: bool) -> Iterator[Any]:
+        """Opens the loader and returns its batches.
+
+        A resumed pass leaves every generator as it is: the straight one drew long ago what opening draws, what the batches drew
+        that have to be read past, and what the one drew that had been read ahead.
+        """
+        resume, self._resume, self._loaded = self._resume or {}, None, None
+        self._ahead, self._given, self._to_the_end = None, 0, total == math.inf
+        generators = generators_of(self._members)
+        if not resume.get("batches"):
+            rng = capture_rng() if any(map(_is_read_past, self._members)) else None
+            self._begun = {"rng": rng, "generators": states_of(generators)}
+            self._source = self._enter(resume)
+            return self._taken(total, exactly=exactly)
+        self._begun = resume.get("begun", {})
+        with isolate(generators):
+            restore(self._begun, generators)
+            self._source = self._enter(resume)
+            batches = self._taken(total, exactly=exactly)
+            if not reads_ahead:
+                return batches
+            restore(resume.get("drawn") or {}, generators)
+            return itertools.chain(list(itertools.islice(batches, 1)), batches)
+
+    def _end(self) -> None:
+        """Lets go of the loader's iterator and ends its workers."""
+        if isinstance(self._source, CombinedPass):
+            self._source.close()
+        else:
+            end_workers(self._loader, self._source)
+            self._source = None
+
+    def _enter(self, resume: dict[str, Any]) -> Any:
+        """Begins a pass at the places that ``resume`` tells, or behind the batches that it counts."""
+        self._entered = resume.get("places") or [{"batches": resume.get("batches", 0)} for _ in self._members]
+        if not resume:
+            return begin(self._loader)
+        if not isinstance(self._loader, CombinedLoader):
+            unread = enter(self._loader, self._entered[0])
+            source: Any = begin(self._loader)
+        elif resume.get("places"):
+            return self._loader.behind(self._entered)
+        else:
+            unread, source = resume["batches"], begin(self._loader)
+        next(itertools.islice(source, unread, unread), None)
+        return source
+
+    def _places(self, given: int) -> list[dict[str, Any]]:
+        if isinstance(self._loader, CombinedLoader):
+            return list(self._source.places()) if self._source is not None else self._entered
+        return [place_of(self._loader, self._entered[0], given)]
+
+    def _mark(self) -> None:
+        """Notes where the pass stands before a batch is read ahead, which a resumed one has to read again."""
+        self._given += 1
+        drawn = {"rng": capture_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
+        self._ahead = {"places": self._places(self._given), "drawn": drawn}
 
     def _counted(self, batches: Iterator[Any], total: int) -> Iterator[Any]:
         """Batches whose number is known: nothing is read ahead."""
@@ -102,7 +233,7 @@ class Feed:
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
-        for raw, last in _look_ahead(batches):
+        for raw, last in _look_ahead(batches, self._marker()):
             batch = raw
             for function in (self._prepare, self._finish):
                 batch = batch if function is None else function(batch)
@@ -120,7 +251,7 @@ class Feed:
                 ready = batch if self._prepare is None else self._prepare(batch)
                 return ready, side.record_event()
 
-        for (ready, copied), last in _look_ahead(map(stage, batches)):
+        for (ready, copied), last in _look_ahead(map(stage, batches), self._marker()):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             record_stream(ready, stream)
@@ -128,40 +259,42 @@ class Feed:
             self.last = last
             yield batch
 
+    def _marker(self) -> Callable[[], None] | None:
+        """What has to run before each batch that is read ahead; None where counting is enough."""
+        return self._mark if self._draws or isinstance(self._loader, CombinedLoader) else None
 
-def _taken(loader: Any, total: float, *, exactly: bool, unread: int = 0) -> Generator[Any, None, None]:
-    """At most ``total`` batches behind ``unread``; raises where fewer come than were announced, or an iterator is used up."""
-    source = iter(loader)
-    count = 0
-    try:
-        next(itertools.islice(source, unread, unread), None)
+    def _taken(self, total: float, *, exactly: bool) -> Iterator[Any]:
+        """At most ``total`` batches; raises where fewer come than were announced, or an iterator is used up."""
+        loader, source = self._loader, self._source
+        count = 0
         for count, batch in enumerate(source if total == math.inf else itertools.islice(source, int(total)), 1):  # noqa: B007
             yield batch
-    finally:
-        _end_workers(loader, source)
-    if exactly and count < total:
-        raise ConfigError(
-            f"{type(loader).__name__} announced {known_length(loader)} batches by its len() but ended after {count}; "
-            "make its __len__ exact, or leave it out"
-        )
-    if count == 0 and source is loader:
-        raise ConfigError(
-            f"the loader is a {type(loader).__name__} that is used up: it can be iterated only once; "
-            "pass a DataLoader, a list or another object that every epoch can iterate anew"
-        )
+        if exactly and count < total:
+            raise ConfigError(
+                f"{type(loader).__name__} announced {known_length(loader)} batches by its len() but ended after {count}; "
+                "make its __len__ exact, or leave it out"
+            )
+        if count == 0 and source is loader:
+            raise ConfigError(
+                f"the loader is a {type(loader).__name__} that is used up: it can be iterated only once; "
+                "pass a DataLoader, a list or another object that every epoch can iterate anew"
+            )
 
 
-def _end_workers(loader: Any, source: Any) -> None:
-    """Ends the workers of one pass now: left to the collector, a traceback that is kept would keep them too."""
-    shut_down = getattr(source, "_shutdown_workers", None)
-    if shut_down is not None and not loader.persistent_workers:
-        shut_down()
+def _is_read_past(loader: Any) -> bool:
+    """Whether nothing but reading leads to a place in ``loader``."""
+    return own_sampler(loader) is None and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
-def _look_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last; an error in reading ahead is raised at the batch that it belongs to."""
+def _look_ahead(batches: Iterator[Any], mark: Callable[[], None] | None) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last; an error in reading ahead is raised at the batch that it belongs to.
+
+    ``mark`` is called before each reading ahead.
+    """
     batch = next(batches, _END)
     while batch is not _END:
+        if mark is not None:
+            mark()
         failure: Exception | None = None
         following: Any = _END
         try:

@@ -9,11 +9,12 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fabricamp.data.combined import CombinedLoader
-from fabricamp.data.lengths import known_length
 from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.data.seeding import SeededDataset
+from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 
-__all__ = ["release_workers", "set_epoch", "skip_batches", "wire_loader"]
+__all__ = ["release_workers", "set_epoch", "wire_loader"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ def wire_loader(
     seed: int,
     distributed_sampler: bool = True,
     overfit: float = 0,
+    per_sample_seed: bool = False,
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
@@ -34,14 +36,21 @@ def wire_loader(
     generator's seed takes the place of ``seed``, and its workers stay alive between epochs.  Evaluation reads in order,
     on any number of ranks.  Any other loader is used as it is, which is said once where ranks could read the same data.
     With ``distributed_sampler`` False every rank reads the whole dataset; with ``overfit`` nothing is shuffled, so that
-    the first batches are the same in each epoch.
+    the first batches are the same in each epoch.  ``per_sample_seed`` seeds each sample that is trained on, see
+    :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.
     """
     if isinstance(loader, CombinedLoader):
         options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
+        options["per_sample_seed"] = per_sample_seed
         wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
         return loader.map(wire)
     sampler = _plain_sampler(loader)
     if sampler is None:
+        if per_sample_seed and train:
+            raise ConfigError(
+                f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "
+                "torch's DataLoader with its default sampler over such a dataset, or leave per_sample_seed out"
+            )
         if rank == 0:
             _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
         return loader
@@ -53,7 +62,8 @@ def wire_loader(
     own_generator = loader.generator or getattr(sampler, "generator", None)
     if own_generator is not None:
         seed = own_generator.initial_seed()
-    return _rebuilt(loader, TrainSampler(size, shuffle=shuffle, seed=seed, rank=place, world_size=places), rank)
+    order = TrainSampler(size, shuffle=shuffle, seed=seed, rank=place, world_size=places, tags_epoch=per_sample_seed)
+    return _rebuilt(loader, order, rank)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -68,20 +78,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
             set_epoch(member, epoch)
-
-
-def skip_batches(loader: Any, count: int) -> int:
-    """Makes the next pass begin behind ``count`` batches, without reading them; returns how many have to be read past instead."""
-    members = loader.members if isinstance(loader, CombinedLoader) else [loader]
-    samplers = [getattr(member, "sampler", None) for member in members]
-    # A shorter loader that has started again has another order by then.
-    starts_again = len(members) > 1 and any(count >= known_length(member) for member in members)
-    own = [one for one in samplers if isinstance(one, TrainSampler)]
-    if starts_again or len(own) < len(members):
-        return count
-    for member, sampler in zip(members, own, strict=True):
-        sampler.start = count * (member.batch_size or 1)
-    return 0
 
 
 def release_workers(loader: Any) -> None:
@@ -119,8 +115,11 @@ def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank:
         init = functools.partial(seed_worker, rank=rank)
     # A worker that stays has its own copy of the dataset, which would not hear of the epoch.
     persistent = loader.persistent_workers or (loader.num_workers > 0 and not hasattr(loader.dataset, "set_epoch"))
+    dataset = loader.dataset
+    if isinstance(sampler, TrainSampler) and sampler.tags_epoch:
+        dataset = SeededDataset(dataset, sampler.seed)
     return DataLoader(
-        loader.dataset,
+        dataset,
         **batching,
         sampler=sampler,
         num_workers=loader.num_workers,
@@ -135,6 +134,12 @@ def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank:
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
+
+
+def _kind(loader: Any) -> str:
+    """What ``loader`` is, with what makes it one that is used as it is."""
+    parts = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
+    return " with ".join(type(part).__name__ for part in (loader, *parts) if part is not None)
 
 
 def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from fabricamp.launch.devices import resolve_devices
 from fabricamp.launch.environment import check_environment, detect
+from fabricamp.launch.failures import TERMINATED
 from fabricamp.launch.processes import run_function, run_script
-from fabricamp.launch.recording import record_failure
+from fabricamp.launch.recording import record_end, record_failure
+from fabricamp.launch.slurm import requeue_job
 from fabricamp.launch.start import choose_start_method, interactive, script_can_rerun
 
 __all__ = [
+    "TERMINATED",
     "check_environment",
     "choose_start_method",
     "detect",
     "interactive",
+    "record_end",
     "record_failure",
+    "requeue_job",
     "resolve_devices",
     "run_function",
     "run_script",

@@ -13,7 +13,7 @@ import threading
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.launch.environment import STARTED_BY
+from fabricamp.launch.starter import STARTED_BY, STARTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,19 @@ def run_agent(
                 sys.exit(128 + ended.sigval)
             finally:
                 spec.rdzv_handler.shutdown()
-    return Outcome(dict(result.failures), len(interrupts))
+    return Outcome({**_unreported(agent), **result.failures}, len(interrupts))
+
+
+def _unreported(agent: LocalElasticAgent) -> dict[int, ProcessFailure]:
+    """Every rank that failed: of functions the agent tells of one alone, whichever it saw first."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    started = getattr(getattr(agent, "_pcontext", None), "_pc", None)
+    return {
+        rank: ProcessFailure(local_rank=rank, pid=process.pid, exitcode=process.exitcode, error_file="")
+        for rank, process in enumerate(getattr(started, "processes", []))
+        if process.exitcode
+    }
 
 
 def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...]) -> WorkerSpec:
@@ -103,6 +115,7 @@ def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
     """The variables that workers inherit, on top of those that the agent sets for each rank."""
     before = dict(os.environ)
     os.environ[STARTED_BY] = method
+    os.environ[STARTER] = str(os.getpid())
     # SIGINT is not the agent's: it would end the workers instead of letting them finish their step.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(ENDINGS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

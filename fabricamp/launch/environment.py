@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from fabricamp.errors import ConfigError
 from fabricamp.launch.recording import report_uncaught
+from fabricamp.launch.starter import STARTED_BY, end_with_starter
 from fabricamp.strategies.base import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["STARTED_BY", "check_environment", "detect", "first_host"]
-
-STARTED_BY = "FABRICAMP_STARTED_BY"
-"""Set in workers that fabricamp started itself, to the start method."""
+__all__ = ["check_environment", "detect", "first_host"]
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
@@ -30,6 +28,7 @@ def detect() -> Environment | None:
     """
     if os.environ.get(STARTED_BY) == "script":
         report_uncaught()
+        end_with_starter()
     if any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun(os.environ)
     if _under_srun(os.environ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,11 +18,14 @@ from fabricamp.errors import ConfigError
 from fabricamp.launch.agent import ENDINGS, run_agent
 from fabricamp.launch.failures import as_error, find_cause
 from fabricamp.launch.start import check_fork, rerun_command
+from fabricamp.launch.starter import end_with_starter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["run_function", "run_script"]
+
+_FORK_SECONDS = 60
 
 
 def run_script(num_processes: int) -> NoReturn:
@@ -35,12 +39,13 @@ def run_script(num_processes: int) -> NoReturn:
     arguments = tuple(word.replace("$", "$$") for word in command[1:])
     with contextlib.chdir(directory), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         outcome = run_agent(num_processes, command[0], arguments, "script", Path(name))
-        cause = find_cause(outcome.failures, Path(name), all_known=True)
+        cause = find_cause(outcome.failures, Path(name))
     if cause is None:
         sys.exit(0)
     if outcome.interrupts and not cause.trace:
         sys.exit(128 + signal.SIGINT)
-    sys.stderr.write(cause.report())
+    if not cause.on_request:
+        sys.stderr.write(cause.report())
     sys.exit(cause.shell_code())
 
 
@@ -55,25 +60,27 @@ def run_function(
     A failure is raised here, with its rank and traceback: fabricamp's own errors as what they are, others as
     :class:`DistributedError`.  With "spawn" function and arguments have to pickle, the result with either.
     """
-    job = _Job(function, args)
     with tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         folder = Path(name)
         if start_method == "fork":
             check_fork()
+            job = _Job(function, args, multiprocessing.get_context("fork").Barrier(num_processes))
         else:
+            job = _Job(function, args)
             # Saved, not handed over: tensors handed to a spawned process are shared with it, and all ranks would train the same.
             _save_job(job, folder)
         outcome = run_agent(
             num_processes, _work, (folder, job if start_method == "fork" else None), start_method, folder
         )
-        # Of functions the agent reports one failure and ends the other ranks.
-        cause = find_cause(outcome.failures, folder, all_known=False)
+        cause = find_cause(outcome.failures, folder)
         if cause is None and not (folder / "result").exists():
             sys.exit(0)  # as the function did on rank 0
         if cause is None:
             return torch.load(folder / "result", weights_only=False)
     if outcome.interrupts and not cause.trace:
         raise KeyboardInterrupt
+    if cause.on_request:
+        sys.exit(cause.shell_code())
     raise as_error(cause)
 
 
@@ -82,6 +89,8 @@ class _Job(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    all_here: Any = None
+    """A barrier of all ranks, where they are forked."""
 
 
 def _work(folder: Path, job: _Job | None) -> None:
@@ -91,11 +100,14 @@ def _work(folder: Path, job: _Job | None) -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     # Out of the terminal's group: Ctrl-C reaches the starter alone, which passes it on once.
     os.setpgrp()
+    end_with_starter()
     if job is None:
         job = _load_job(folder)
     else:
         # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
         torch.set_num_threads(1)
+        # A rank forked while a thread of the starter serves an earlier one would inherit that thread's locks, for ever closed.
+        job.all_here.wait(_FORK_SECONDS)
     try:
         result = job.function(*job.args)
     except KeyboardInterrupt:
@@ -107,7 +119,7 @@ def _work(folder: Path, job: _Job | None) -> None:
 
 def _save_job(job: _Job, folder: Path) -> None:
     try:
-        torch.save(tuple(job), folder / "job")
+        torch.save(job[:2], folder / "job")
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"start_method='spawn' cannot send its work to other processes ({error}); define classes and functions at the top of "

@@ -1,7 +1,8 @@
-"""The worker's side of a failure: its traceback goes to the file in which the starter looks for it."""
+"""The worker's side of a failure: what happened goes to the file in which the starter looks for it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -10,10 +11,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fabricamp.launch.starter import STARTED_BY
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["record_failure", "report_uncaught"]
+__all__ = ["record_end", "record_failure", "report_uncaught"]
 
 
 def record_failure(error: BaseException) -> None:
@@ -26,19 +29,30 @@ def record_failure(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
         return
-    target = Path(path)
     first_time = getattr(error, "_first_recorded_ns", 0) or time.time_ns()
     error._first_recorded_ns = first_time  # type: ignore[attr-defined]
-    detail = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(first_time // 1_000_000_000),
-    }
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": detail}
-    # In one piece: the agent may end this process at any moment, and does not read half a file.
+    _write(Path(path), f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), first_time)
+
+
+def record_end(message: str, stack: str) -> None:
+    """Writes down why this process is about to end by force, and says so where no starter of ours shows it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        _write(Path(path), message, f"{stack}\n{message}\n", time.time_ns())
+    if not path or STARTED_BY not in os.environ:
+        # Past Python's stream, whose lock the main thread may hold.
+        os.write(2, f"{stack}\n{message}\n".encode(errors="replace"))
+
+
+def _write(target: Path, message: str, trace: str, nanoseconds: int) -> None:
+    """In one piece: the agent may end this process at any moment, and does not read half a file."""
+    detail = {"py_callstack": trace, "timestamp": str(nanoseconds // 1_000_000_000)}
     part = target.with_suffix(".part")
-    part.write_text(json.dumps({"message": message}))
-    os.utime(part, ns=(first_time, first_time))
-    part.replace(target)
+    # A full disk may be what is to be told: the exception itself must come through.
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps({"message": {"message": message, "extraInfo": detail}}))
+        os.utime(part, ns=(nanoseconds, nanoseconds))
+        part.replace(target)
 
 
 def report_uncaught() -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.launch.environment import STARTED_BY
+from fabricamp.launch.starter import STARTED_BY
 
 __all__ = ["StartMethod", "check_fork", "choose_start_method", "interactive", "rerun_command", "script_can_rerun"]
 

@@ -74,6 +74,12 @@ class RunFolderLogger(Logger):
         version = self.version
         return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
 
+    def run_folders(self) -> list[Path]:
+        """The folders of this run and of those before it that had numbers, newest first."""
+        found = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self.root_dir.glob("version_*")]
+        numbers = sorted({int(number[1]) for number in found if number}, reverse=True)
+        return list(dict.fromkeys([self.log_dir, *(self.root_dir / f"version_{number}" for number in numbers)]))
+
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them."""
         added = plain(params)

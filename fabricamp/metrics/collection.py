@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from fabricamp.errors import DistributedError
 from fabricamp.metrics import exchange
 from fabricamp.metrics.naming import LOADER_MARK
 from fabricamp.metrics.recording import Recording
+from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import Table
 from fabricamp.metrics.values import plain_value
 from fabricamp.state import Stage
@@ -31,6 +32,13 @@ _LAG = 2  # windows between a flush and its delivery (DESIGN.md 3.2)
 _NOTHING_DUE = sys.maxsize
 
 
+class _Arrived(NamedTuple):
+    """A flush that was read before its time, for a checkpoint or from one."""
+
+    step: int
+    rows: Sequence[exchange.Row]
+
+
 class Metrics(Recording):
     """The logged values of one Trainer, from ``self.log`` to callbacks, progress bar and loggers.
 
@@ -46,7 +54,7 @@ class Metrics(Recording):
         self.progress_bar_metrics: dict[str, float] = {}
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
         self._evaluated: dict[str, float] = {}
-        self._pending: deque[exchange.Snapshot] = deque()
+        self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
 
     def flush(self, step: int) -> None:
@@ -135,9 +143,45 @@ class Metrics(Recording):
     def _deliver_pending(self, until: int) -> None:
         """Delivers what was flushed at ``until`` or before."""
         while self._pending and self._pending[0].step <= until:
-            snapshot = self._pending.popleft()
-            rows, _ = exchange.read(snapshot, self._table(Table.TRAINING), self._strategy)
-            self._deliver(rows, snapshot.step)
+            flushed = self._read(self._pending.popleft())
+            self._deliver(flushed.rows, flushed.step)
+        self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
+
+    def _read(self, flushed: exchange.Snapshot | _Arrived) -> _Arrived:
+        """What was flushed, after the wait for its copy."""
+        if isinstance(flushed, _Arrived):
+            return flushed
+        rows, _ = exchange.read(flushed, self._table(Table.TRAINING), self._strategy)
+        return _Arrived(flushed.step, rows)
+
+    def state_dict(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of what a checkpoint keeps; waits for flushes under way, which every rank then reads.
+
+        ``objects`` are the torchmetrics objects of the module by name; their own states are saved apart.
+        """
+        self._pending = deque(map(self._read, self._pending))
+        names = {id(metric): name for name, metric in objects.items()}
+        return {
+            "table": save_table(self._table(Table.TRAINING), names),
+            "pending": [{"step": one.step, "rows": save_rows(self._read(one).rows)} for one in self._pending],
+            "callback_metrics": {key: float(value) for key, value in self.callback_metrics.items()},
+            "logged_metrics": dict(self.logged_metrics),
+            "progress_bar_metrics": dict(self.progress_bar_metrics),
+        }
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]], first: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave on this rank, or on several ranks, or on none; ``first`` is rank 0's.
+
+        Of several ranks at once, what a flush had under way is left out.
+        """
+        load_table(self._table(Table.TRAINING), [state["table"] for state in states], objects)
+        shown = states[0] if states else first
+        for key, value in first["callback_metrics"].items():
+            self.callback_metrics[key] = torch.tensor(value, dtype=torch.float64)
+        self.logged_metrics.update(shown["logged_metrics"])
+        self.progress_bar_metrics.update(shown["progress_bar_metrics"])
+        if len(states) == 1:
+            self._pending.extend(_Arrived(one["step"], load_rows(one["rows"])) for one in states[0]["pending"])
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
     def _deliver(self, rows: Sequence[exchange.Row], step: int) -> None:
@@ -154,7 +198,10 @@ class Metrics(Recording):
         self._publish(values, step)
 
     def _publish_to_callbacks(self, published: Published, value: float) -> None:
-        with torch.inference_mode(mode=False):
+        if torch.is_inference_mode_enabled():  # such a tensor could not be used in training
+            with torch.inference_mode(mode=False):
+                tensor = torch.tensor(value, dtype=torch.float64)
+        else:
             tensor = torch.tensor(value, dtype=torch.float64)
         self.callback_metrics[published.key] = tensor
         self.callback_metrics[published.plain_key] = tensor

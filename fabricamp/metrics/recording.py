@@ -83,7 +83,11 @@ class Recording:
         if type(value) is not Tensor or value.ndim or slot.metric is not None:
             self._keep_other(slot, value, batch_size)
         elif value.is_cpu and self.reads_cpu_tensors:
-            self._keep_number(slot, value.item(), batch_size)
+            number, cell = value.item(), slot.step
+            if slot.epoch is not None:
+                self._keep_number(slot, number, batch_size)
+            elif cell is not None:  # the same without two calls: what a training step logs as a rule
+                cell.number, cell.weight = number, -1
         else:
             self._keep_tensor(slot, value.detach(), batch_size)
 

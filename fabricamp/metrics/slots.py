@@ -181,6 +181,14 @@ class Table:
         cell.owner = owner
         return cell
 
+    def restore(self, published: Published) -> Cell:
+        """The cell of ``published``, made where nobody has logged it: its slot finds it with the first call."""
+        cell = self.cells.get(published.identity)
+        if cell is None:
+            cell = self.cells[published.identity] = Cell(published, self._place(len(self.cells)))
+            self._signature = None
+        return cell
+
     def published(self) -> tuple[Published, ...]:
         """The values in the order of their cells."""
         return tuple(cell.published for cell in self.cells.values())
@@ -213,6 +221,11 @@ class Table:
         """Forgets the epoch's values, keeps the slots."""
         for slot in self.slots.values():
             slot.clear()
+        for cell in self.cells.values():
+            if cell.owner is None and not cell.per_step:  # restored, and not logged since
+                cell.clear()
+                if cell.metric is not None:
+                    cell.metric.reset()
 
     def clear_steps(self, count: int) -> None:
         """Forgets the step values among the first ``count`` cells: they are on their way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -63,6 +64,9 @@ class Strategy:
     distributed: ClassVar[bool] = False
     owns_master_weights: ClassVar[bool] = False
 
+    timeout: timedelta = timedelta(minutes=30)
+    """How long a rank waits for the slowest one."""
+
     def __init__(self) -> None:
         self.environment = Environment()
         self.device = torch.device("cpu")
@@ -120,6 +124,9 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return contextlib.nullcontext()
+
+    def resume_window(self) -> None:
+        """Called where a resumed run goes on within a window: the next forward shares no more than it would have there."""
 
     def reduce_gradients(
         self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None

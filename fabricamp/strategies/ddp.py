@@ -104,6 +104,11 @@ class DDP(ProcessGroupStrategy):
             self._check_mode(automatic=True, accumulates=True)
         return self._wrapper.no_sync()
 
+    def resume_window(self) -> None:
+        """Keeps a new wrapper from sharing rank 0's buffers with its first forward: the window's first one has done so."""
+        if self._wrapper is not None:
+            self._wrapper.require_forward_param_sync = False
+
     def reduce_gradients(
         self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
     ) -> Gradients:

@@ -54,14 +54,16 @@ _MEETINGS = itertools.count()
 class ProcessGroupStrategy(Strategy):
     """One process per device, joined by torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-    ``timeout`` (seconds or a timedelta; None: torch's own) is how long a collective waits for the slowest rank.
+    ``timeout`` (seconds or a timedelta; None: half an hour) is how long a collective waits for the slowest rank, and the most
+    that a run in which no rank comes further goes on.
     """
 
     distributed: ClassVar[bool] = True
 
     def __init__(self, *, timeout: float | timedelta | None = None) -> None:
         super().__init__()
-        self.timeout = _checked_timeout(timeout)
+        if timeout is not None:
+            self.timeout = _checked_timeout(timeout)
         self._store: Store | None = None
         self._owns_group = False
 
@@ -207,25 +209,26 @@ class ProcessGroupStrategy(Strategy):
             environment.world_size,
             os.getpid(),
         )
-        return PrefixStore(f"fabricamp/{meeting}", _rendezvous(place, self.timeout))
+        # The store is the agent's, and outlives the workers that it restarts: they must not meet those that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"fabricamp/{attempt}/{meeting}", _rendezvous(place, self.timeout))
 
 
 @functools.cache
-def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta | None) -> Store:
+def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
     """Returns the store of these processes; kept, because its server could not start on the same port again at once."""
     _, _, rank, world_size, _ = place
-    options = {} if timeout is None else {"timeout": timeout}
-    store, _, _ = next(rendezvous("env://", rank, world_size, **options))
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return cast("Store", store)
 
 
-def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+def _checked_timeout(timeout: float | timedelta) -> timedelta:
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:
         return timedelta(seconds=timeout)
     raise ConfigError(
-        f"timeout={timeout!r} has to be a number of seconds above 0, a timedelta, or None for torch's own"
+        f"timeout={timeout!r} has to be a number of seconds above 0, a timedelta, or None for half an hour"
     )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.callbacks import model_checkpoint as file_of_the_class
+from fabricamp.callbacks import ModelCheckpoint, _save_plan
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError
 from fabricamp.state import Stage
@@ -163,7 +162,7 @@ def test_an_error_of_rank_0_reaches_every_rank(make_trainer, make, monkeypatch):
     def refuse(*_):
         raise CheckpointError("quota")
 
-    monkeypatch.setattr(file_of_the_class, "copy_checkpoint", refuse)
+    monkeypatch.setattr(_save_plan, "copy_checkpoint", refuse)
     trainer = make_trainer(make(save_last=True)).start()
     with pytest.raises(CheckpointError, match="quota"):
         trainer.epoch()
@@ -192,7 +191,7 @@ def test_a_run_killed_before_it_rotated_leaves_nothing_behind(make_trainer, make
     trainer = make_trainer(make()).start()
     for _ in range(2):
         trainer.epoch()
-    monkeypatch.setattr(file_of_the_class, "_rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(_save_plan.Plan, "rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         trainer.epoch()
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.callbacks import model_checkpoint as file_of_the_class
+from fabricamp.callbacks import _cadence as file_of_the_class
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import ConfigError
 from fabricamp.state import Stage
@@ -102,6 +102,38 @@ def test_time_without_a_good_enough_score_is_not_asked_again_at_once(make_traine
         clock[0] += 1.0
         trainer.step()
     assert len(trainer.saved) == 1  # an equal score is not better
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "epochs", "seconds"),
+    [
+        ("100 steps, 1 epoch, 30 min", 100, 1, 1800),
+        ("1 step", 1, 0, None),
+        ("2epochs", 0, 2, None),
+        ("1.5 hours,5 steps", 5, 0, 5400),
+        ("90 s", 0, 0, 90),
+        ("2 days", 0, 0, 172_800),
+        ("1 h", 0, 0, 3600),
+    ],
+)
+def test_every_says_all_of_when(every, steps, epochs, seconds):
+    checkpoint = ModelCheckpoint(every=every)
+    interval = None if seconds is None else timedelta(seconds=seconds)
+    assert (checkpoint.every_n_train_steps, checkpoint.every_n_epochs) == (steps, epochs)
+    assert checkpoint.train_time_interval == interval
+
+
+def test_every_saves_at_each_of_its_times_and_once_where_they_meet(make_trainer, make, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(file_of_the_class.time, "monotonic", lambda: clock[0])
+    trainer = make_trainer(make(every="4 steps, 1 epoch, 25 s", save_top_k=-1, monitor="step")).start()
+    for _ in range(3):
+        for _ in range(6):
+            clock[0] += 3.0
+            trainer.step()
+        trainer.epoch(steps=0, val_loss=1.0)
+    # Steps 4, 8, 12, 16; the epochs' ends 6, 12, 18; 25 s are up at step 9 (27 s), 52 s after the next look behind that.
+    assert [step_in(path) for path, _ in trainer.saved] == [4, 6, 8, 9, 12, 16, 18]
 
 
 @pytest.mark.parametrize(
@@ -249,6 +281,13 @@ def test_names_without_fields_in_a_top_3(make_trainer, make, folder):
         ({"every_n_epochs": 1, "train_time_interval": timedelta(1)}, "choose one"),
         ({"train_time_interval": timedelta(0)}, "timedelta"),
         ({"train_time_interval": 30}, r"timedelta\(minutes=30\)"),
+        ({"every": "30 mins, 10 stepps"}, "'10 stepps' cannot be read; did you mean 'steps'"),
+        ({"every": "ten steps"}, "'ten steps' cannot be read; write it like"),
+        ({"every": ""}, "cannot be read"),
+        ({"every": "1.5 epochs"}, "'1.5 epochs' is not allowed"),
+        ({"every": "0 steps"}, "more than 0"),
+        ({"every": "1 h, 30 min"}, "at most once"),
+        ({"every": "1 epoch", "every_n_epochs": 1}, "leave every_n_train_steps.*out"),
         ({"filename": "{epoch"}, "no template"),
         ({"filename": "{}"}, "empty"),
         ({"filename": "{loss:.2q}"}, "'.2q'"),

@@ -53,12 +53,39 @@ def test_start_leaves_out_the_first_samples_once(size, world_size, start, epoch)
         return made
 
     resumed = sampler()
-    resumed.start = start
+    resumed.start = start * world_size
     straight = list(sampler())
     assert len(resumed) == len(straight[start:])
     assert list(resumed) == straight[start:]
     assert list(resumed) == straight
     assert len(resumed) == len(straight)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 70), start=st.integers(0, 70), before=worlds, after=worlds, shuffle=st.booleans())
+def test_another_number_of_ranks_goes_on_in_the_same_order(size, start, before, after, shuffle):
+    def read(world_size, start):
+        """The samples of all ranks, in the order in which they are read."""
+        shares = []
+        for rank in range(world_size):
+            sampler = TrainSampler(size, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)
+            sampler.start = start
+            shares.append(list(sampler))
+        return [index for places in zip(*shares, strict=True) for index in places]
+
+    straight, resumed = read(before, 0), read(after, start)
+    assert resumed[: size - start] == straight[start:size]
+    assert len(resumed) % after == 0
+    assert 0 <= len(resumed) - max(size - start, 0) < after
+
+
+def test_indices_with_their_epoch():
+    sampler = TrainSampler(5, shuffle=True, seed=2, tags_epoch=True)
+    plain = TrainSampler(5, shuffle=True, seed=2)
+    for epoch in (0, 3):
+        sampler.set_epoch(epoch)
+        plain.set_epoch(epoch)
+        assert list(sampler) == [(epoch, index) for index in plain]
 
 
 def test_start_reads_no_data():

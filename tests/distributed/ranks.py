@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "variables_of"]
 
 
 def run_ranks(function, world_size, *args, timeout=60.0, start_method=None, backend="gloo"):
@@ -36,7 +36,7 @@ def run_ranks(function, world_size, *args, timeout=60.0, start_method=None, back
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        variables = [_variables(rank, world_size, store.port) for rank in range(world_size)]
+        variables = [variables_of(rank, world_size, store.port) for rank in range(world_size)]
         processes = [
             context.Process(
                 target=_work,
@@ -59,7 +59,8 @@ def run_ranks(function, world_size, *args, timeout=60.0, start_method=None, back
         return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _variables(rank, world_size, port):
+def variables_of(rank, world_size, port):
+    """What torchrun sets for a rank whose store is at ``port`` of this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-__all__ = ["finish", "start", "wait_for_line"]
+__all__ = ["end", "finish", "start", "wait_for_line"]
 
 ROOT = Path(__file__).parents[2]
 _FOREIGN = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_", "PYTEST_", "FABRICAMP_", "COV_")
@@ -35,16 +37,38 @@ def finish(process, timeout=60):
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
+        end(process)
+        out, err = process.communicate(timeout=10)
         raise AssertionError(f"{process.args} hangs:\n{out}\n{err}") from None
     return process.returncode, out, err
 
 
-def wait_for_line(path, number=1, timeout=60.0):
-    """Waits until the file has so many lines."""
+def end(process):
+    """Kills a process and all that it has started: workers have sessions of their own, and hold its pipes open."""
+    if process.poll() is not None:
+        return
+    for pid in [*_descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid):
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def wait_for_line(path, number=1, timeout=60.0, process=None):
+    """Waits until the file has so many lines; fails at once where ``process``, which is to write them, has ended."""
     deadline = time.monotonic() + timeout
     while not path.exists() or len(path.read_text().splitlines()) < number:
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"{process.args} ended: {finish(process)}")
         if time.monotonic() > deadline:
             raise AssertionError(f"{path.name} has no {number} lines after {timeout} s")
         time.sleep(0.02)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fabricamp.errors import DistributedError
-from fabricamp.state import RunState
+from fabricamp.state import NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
-from fabricamp.watchdog import StopAgreement, interrupts
+from fabricamp.watchdog import StopAgreement, Watchdog, interrupts
 from tests.distributed.ranks import run_ranks
 
 
@@ -33,21 +33,56 @@ class Several(Strategy):
         dist.broadcast_object_list(box, source)
         return box[0]
 
+    def reduce(self, value, op="mean"):
+        assert op == "max"
+        value = value.int()
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
 
-def train(state, agreement, batches, pause):
+
+def watched():
+    state = RunState()
+    watchdog = Watchdog(state, Several())
+    watchdog.start()
+    return state, watchdog
+
+
+def train(state, agreement, batches, pause, *, validate_every=0, validation_batches=0):
     """A fit loop in small: the exchange of every micro-batch keeps the ranks within one of each other."""
     for batch in range(batches):
         pause(batch)
         dist.all_reduce(torch.ones(1))
         state.batches_done += 1
+        if (
+            validate_every
+            and state.batches_done % validate_every == 0
+            and validate(state, agreement, validation_batches + dist.get_rank() % 2)
+        ):
+            break
         if state.batches_done >= state.hold_at:
             agreement.hold()
         if state.should_stop:
             break
 
 
+def validate(state, agreement, batches):
+    """Without exchanges until its end; not as many batches on every rank."""
+    state.evaluated, here = 0, False
+    for _ in range(batches):
+        time.sleep(0.001)
+        state.evaluated += 1
+        if state.evaluated >= state.hold_evaluated and agreement.hold():
+            here = True
+            break
+    ended_early = agreement.ended_early(here=here)
+    if not ended_early:
+        dist.all_reduce(torch.ones(1))  # its metrics
+        state.evaluated = NOT_VALIDATING
+    return ended_early
+
+
 def rounds(number):
-    """Stops at random moments: by one rank or several, early, late, at the end, while a rank waits for its data."""
+    """Stops at random moments: by one rank or several, early, late, at the end, in validation, while a rank waits for data."""
     shared = random.Random(7)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seen = []
@@ -56,66 +91,71 @@ def rounds(number):
         askers = shared.sample(range(world_size), shared.randint(1, world_size)) if index else []
         asked_at = {one: shared.choice([0.0, 0.0005, 0.02, 0.15]) for one in askers}
         slow = shared.choice([None, None, *range(world_size)])
-        batches = min(batches, 30) if not askers else batches
-        state = RunState()
-        agreement = StopAgreement(state, Several(), timeout=20)
-        agreement.start()
-        timer = threading.Timer(asked_at.get(rank, 0), agreement.request, [f"rank {rank}"])
+        reason = shared.choice(["SIGTERM", "max_time"])
+        validation = {"validate_every": shared.choice([0, 2, 5]), "validation_batches": shared.choice([1, 3, 300])}
+        batches = min(batches, 5 if validation["validate_every"] else 30) if not askers else batches
+        state, watchdog = watched()
+        timer = threading.Timer(asked_at.get(rank, 0), watchdog.agreement.request, [reason])
         if rank in askers:
             timer.start()
         train(
-            state, agreement, batches, lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None
+            state,
+            watchdog.agreement,
+            batches,
+            lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None,
+            **validation,
         )
-        agreement.close()
+        watchdog.agreement.ended_early(here=state.should_stop)
+        watchdog.close()
         timer.cancel()
-        assert state.hold_at == sys.maxsize
+        assert state.hold_at == state.hold_evaluated == sys.maxsize
         assert state.should_stop or state.batches_done == batches
-        seen.append((state.batches_done, state.should_stop, state.stop_reason))
+        in_validation = state.evaluated != NOT_VALIDATING
+        assert not (in_validation and reason == "max_time")
+        seen.append((state.batches_done, in_validation, state.should_stop, state.stop_reason))
         assert threading.active_count() <= 2
     return seen
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_stop_at_the_same_micro_batch(world_size):
-    everyone = run_ranks(rounds, world_size, 25)
+    everyone = run_ranks(rounds, world_size, 30)
     assert all(seen == everyone[0] for seen in everyone)
-    assert sum(stopped for _, stopped, _ in everyone[0]) >= 8
-    assert everyone[0][0][1:] == (False, "")  # nobody asked
+    assert sum(stopped for _, _, stopped, _ in everyone[0]) >= 8
+    assert sum(in_validation for _, in_validation, _, _ in everyone[0]) >= 2
+    assert everyone[0][0][1:] == (False, False, "")  # nobody asked
 
 
 def one_ends_and_one_holds():
     """A rank that has ended, or is gone, does not keep the others waiting for ever."""
     rank = dist.get_rank()
-    state = RunState()
-    agreement = StopAgreement(state, Several(), timeout=20)
-    agreement.start()
+    state, watchdog = watched()
     state.batches_done = 5
     if rank == 1:
-        agreement.close()
+        watchdog.close()
     dist.barrier()
     if rank == 0:
-        agreement.request("late")
+        watchdog.agreement.request("late")
         state.batches_done = wait_for_promise(state)
-        agreement.hold()
+        assert watchdog.agreement.hold()
         assert state.should_stop
-    agreement.close()
+    watchdog.close()
 
-    state = RunState()
-    agreement = StopAgreement(state, Several(), timeout=1.0)
-    agreement.start()
+    state, watchdog = watched()
+    watchdog.agreement._timeout = 1.0
     message = ""
     if rank == 1:
-        agreement._closing.wait = lambda _seconds: threading.Event().wait()  # its thread is dead
+        watchdog._closing.wait = lambda _seconds: threading.Event().wait()  # its thread is dead
         time.sleep(0.3)
     dist.barrier()
     if rank == 0:
-        agreement.request("interrupted")
+        watchdog.agreement.request("interrupted")
         state.batches_done = wait_for_promise(state)
         with pytest.raises(DistributedError) as caught:
-            agreement.hold()
+            watchdog.agreement.hold()
         message = str(caught.value)
         started = time.monotonic()
-        agreement.close()
+        watchdog.close()
         assert time.monotonic() - started < 2
     return message
 
@@ -139,20 +179,18 @@ def test_a_lost_store_ends_the_hold_at_once(monkeypatch):
 
     strategy = Strategy()
     strategy.environment = Environment(world_size=2)
-    monkeypatch.setattr("fabricamp.watchdog._own_store", lambda *_: Lost())
-    agreement = StopAgreement(RunState(), strategy)
-    agreement.start()
-    agreement.request("interrupted")
+    monkeypatch.setattr("fabricamp.watchdog.watch._own_store", lambda *_: Lost())
+    watchdog = Watchdog(RunState(), strategy)
+    watchdog.start()
+    watchdog.agreement.request("interrupted")
     with pytest.raises(DistributedError, match=r"the store of the process group is gone \(connection reset\)"):
-        agreement.hold()
-    agreement.close()
+        watchdog.agreement.hold()
+    watchdog.close()
 
 
 def single():
     state = RunState()
-    agreement = StopAgreement(state, Strategy())
-    agreement.start()
-    return state, agreement
+    return state, StopAgreement(state, Strategy())
 
 
 def test_single_process_stops_at_once():
@@ -162,10 +200,27 @@ def test_single_process_stops_at_once():
     agreement.request("because")
     agreement.request("another")
     assert state.batches_done >= state.hold_at
-    agreement.hold()
+    assert agreement.hold()
     assert (state.should_stop, state.stop_reason, state.hold_at) == (True, "because", sys.maxsize)
-    agreement.close()
-    agreement.close()
+
+
+def test_a_promise_that_the_main_thread_has_passed_is_made_anew():
+    class Racing(RunState):
+        """Its main thread counts on while the other one sets where it is to hold."""
+
+        __slots__ = ("racing",)
+
+        def __setattr__(self, name, value):
+            if name == "hold_at" and getattr(self, "racing", 0):
+                object.__setattr__(self, "racing", self.racing - 1)
+                self.batches_done += 3
+            object.__setattr__(self, name, value)
+
+    state = Racing()
+    state.racing = 4
+    agreement = StopAgreement(state, Strategy())
+    assert agreement._promise() == (13, 1)
+    assert (state.batches_done, state.hold_at, state.hold_evaluated) == (12, 13, 1)
 
 
 def test_interrupts_in_the_main_thread():

@@ -42,21 +42,43 @@ def write(folder, rank, time, message="ValueError: bad"):
         ({0: 2, 1: -signal.SIGTERM}, {1: 100, 0: 200}, 1, 2),  # ended before it could exit as the other one did
         ({1: 1}, {0: 100, 1: 200}, 1, 1),  # rank 0 caught its exception
         ({1: -signal.SIGTERM}, {}, 1, -signal.SIGTERM),
+        ({0: 143, 1: 1}, {1: 200, 0: 100}, 1, 1),  # rank 0 was ended by force
+        ({0: -signal.SIGTERM, 1: 143}, {0: 100}, 0, 1),
     ],
 )
 def test_cause(tmp_path, codes, written, rank, code):
     for one, time in written.items():
         write(tmp_path, one, time)
-    cause = find_cause({one: Ended(ended) for one, ended in codes.items()}, tmp_path, all_known=True)
+    cause = find_cause({one: Ended(ended) for one, ended in codes.items()}, tmp_path)
     assert (cause.rank, cause.exit_code) == (rank, code)
     assert (f"trace {rank}" in cause.report()) == (rank in written)
 
 
-def test_of_functions_only_one_failure_is_known(tmp_path):
-    write(tmp_path, 1, 100)
-    write(tmp_path, 0, 200)
-    assert find_cause({0: Ended(1)}, tmp_path, all_known=False).rank == 1
-    assert find_cause({}, tmp_path, all_known=False) is None
+def test_nobody_failed(tmp_path):
+    assert find_cause({}, tmp_path) is None
+
+
+def test_what_another_rank_left_is_shown_where_the_cause_left_nothing(tmp_path):
+    write(tmp_path, 0, 100)
+    report = find_cause({0: Ended(143), 1: Ended(-signal.SIGKILL)}, tmp_path).report()
+    assert "rank 1 was killed by SIGKILL" in report
+    assert "what rank 0 left:\ntrace 0" in report
+
+
+@pytest.mark.parametrize(
+    ("codes", "written", "on_request"),
+    [
+        ({0: 143, 1: 143}, [], True),  # all have saved after SIGTERM
+        ({0: -signal.SIGTERM, 1: 143}, [], True),
+        ({0: 143, 1: 1}, [], False),
+        ({0: 143, 1: 143}, [1], False),  # ended by force
+        ({0: 143, 1: -signal.SIGKILL}, [], False),
+    ],
+)
+def test_an_end_on_request_is_no_failure(tmp_path, codes, written, on_request):
+    for rank in written:
+        write(tmp_path, rank, 100)
+    assert find_cause({one: Ended(ended) for one, ended in codes.items()}, tmp_path).on_request is on_request
 
 
 @pytest.mark.parametrize("kind", [ConfigError, CheckpointError, DistributedError, KeyError])
@@ -66,7 +88,7 @@ def test_errors_come_back_as_what_they_were(tmp_path, monkeypatch, kind):
     with pytest.raises(kind) as caught:
         raise kind("what: was wrong")
     record_failure(caught.value)
-    error = as_error(find_cause({1: Ended(1)}, tmp_path, all_known=True))
+    error = as_error(find_cause({1: Ended(1)}, tmp_path))
     assert type(error) is (DistributedError if kind is KeyError else kind)
     assert "what: was wrong" in str(error)
     assert "rank 1 ended with exit code 1" in str(error)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import choose_start_method, detect, interactive, run_function
+from tests.distributed.scripts import finish, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,30 +79,6 @@ def folder(tmp_path_factory):
     for file in (folder / "train.py", folder / "package" / "train.py"):
         file.write_text(SCRIPT)
     return folder
-
-
-def start(folder, *command):
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_"))
-    }
-    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    variables.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
 
 
 def test_script_module_and_parallel_runs(folder):

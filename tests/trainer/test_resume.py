@@ -84,6 +84,7 @@ def saved(trainer, path):
     trainer.save_checkpoint(path)
     content = torch.load(path, weights_only=True)
     content.pop("callbacks")
+    content.pop("checksum")  # of the callbacks too
     return content
 
 
@@ -126,14 +127,13 @@ class SaveInTheMiddle(Callback):
 
 
 @pytest.mark.parametrize("precision", LEVELS)
-def test_a_window_that_was_cut_in_the_middle_is_repeated_whole(precision, tmp_path):
+def test_a_window_that_was_cut_in_the_middle_goes_on(precision, tmp_path):
     options = {"precision": precision, "accumulate_grad_batches": 3}
     straight, whole = fit(6, **options, callbacks=[SaveInTheMiddle(tmp_path / "middle.ckpt")])
     second, resumed = fit(6, **options, ckpt_path=tmp_path / "middle.ckpt")
-    assert straight.firsts[3:] == second.firsts
+    assert straight.firsts[5:] == second.firsts
     assert resumed.global_step == whole.global_step
-    # Parameters: BatchNorm's running statistics have seen the repeated micro-batches twice.
-    assert_equal(dict(second.named_parameters()), dict(straight.named_parameters()))
+    assert_equal(saved(resumed, tmp_path / "resumed.ckpt"), saved(whole, tmp_path / "whole.ckpt"))
 
 
 def test_what_lies_before_is_not_read(tmp_path):
@@ -256,7 +256,14 @@ def test_after_fit_the_module_and_its_file_hold_full_weights(precision, tmp_path
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     everything = torch.load(tmp_path / "all.ckpt", weights_only=True)
     weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    assert set(everything) - set(weights) == {"optimizer_states", "lr_schedulers", "amp", "callbacks", "data"}
+    assert set(everything) - set(weights) == {
+        "optimizer_states",
+        "lr_schedulers",
+        "amp",
+        "callbacks",
+        "data",
+        "rng",
+    }
     assert_equal(everything["state_dict"], dict(module.state_dict()))
     Net().load_state_dict(weights["state_dict"])
 

@@ -1,0 +1,104 @@
+"""When a checkpoint is due between epochs: every so many steps, every so many minutes of rank 0's clock, or both."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabricamp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["Cadence", "Every", "parse_every"]
+
+_SECONDS = {
+    "s": 1.0,
+    "sec": 1.0,
+    "second": 1.0,
+    "min": 60.0,
+    "minute": 60.0,
+    "h": 3600.0,
+    "hour": 3600.0,
+    "day": 86400.0,
+}
+_UNITS = ("step", "epoch", *_SECONDS)
+
+
+class Every(NamedTuple):
+    """How often: 0 and None stand for never."""
+
+    steps: int = 0
+    epochs: int = 0
+    interval: timedelta | None = None
+
+
+def parse_every(text: str) -> Every:
+    """Returns what ``"100 steps, 1 epoch, 30 min"`` asks for; raises :class:`ConfigError` where it cannot be read."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", part)
+        unit = "" if match is None else match[2].removesuffix("s") or "s"
+        if match is None or unit not in _UNITS:
+            hint = "" if match is None else nearest(match[2], (*_UNITS, *(f"{one}s" for one in _UNITS)))
+            raise ConfigError(
+                f"every={text!r}: {part.strip()!r} cannot be read{hint}; write it like '100 steps, 1 epoch, 30 min' (units: "
+                f"{', '.join(_UNITS)})"
+            )
+        amount, kind = float(match[1]) * _SECONDS.get(unit, 1.0), unit if unit in ("step", "epoch") else "time"
+        if kind in found or amount <= 0 or (kind != "time" and amount != int(amount)):
+            raise ConfigError(
+                f"every={text!r}: {part.strip()!r} is not allowed; give steps, epochs and a time at most once each, more than 0, "
+                "steps and epochs as whole numbers"
+            )
+        found[kind] = amount
+    interval = timedelta(seconds=found["time"]) if "time" in found else None
+    return Every(int(found.get("step", 0)), int(found.get("epoch", 0)), interval)
+
+
+class Cadence:
+    """Says at which steps a checkpoint is due; every rank gets the same answer.
+
+    ``next_look`` is the step before which nobody needs to ask.
+    """
+
+    def __init__(self, steps: int, interval: timedelta | None) -> None:
+        self._steps = steps
+        self._interval = interval.total_seconds() if interval is not None else 0.0
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Counts from ``step`` on: steps from the run's first, time from now."""
+        self._since = time.monotonic()
+        self._looked = (self._since, step)
+        self._next_step = (step // self._steps + 1) * self._steps if self._steps else sys.maxsize
+        self._next_glance = step + 1 if self._interval else sys.maxsize
+        self.next_look = min(self._next_step, self._next_glance)
+
+    def is_due(self, step: int, strategy: Strategy) -> bool:
+        """Whether a checkpoint is due at ``step``; every rank asks at the same steps."""
+        due = step >= self._next_step
+        if due:
+            self._next_step += self._steps
+        if step >= self._next_glance:
+            due = self._time_is_up(step, strategy) or due
+        self.next_look = min(self._next_step, self._next_glance)
+        return due
+
+    def _time_is_up(self, step: int, strategy: Strategy) -> bool:
+        """Whether rank 0's clock says so; ranks ask together, the more seldom the longer it will take."""
+        now = time.monotonic()
+        before, step_before = self._looked
+        remaining = self._interval - (now - self._since)
+        up = remaining <= 0
+        if up:
+            self._since = now
+        steps_left = (self._interval if up else remaining) * (step - step_before) / max(now - before, 1e-9)
+        # Half of the way each time: a pace that changes is noticed before it matters.
+        ahead = max(1, int(min(steps_left / 2, 1e9)))
+        up, self._next_glance = strategy.broadcast((up, step + ahead))
+        self._looked = (now, step)
+        return up

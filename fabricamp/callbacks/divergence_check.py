@@ -1,0 +1,89 @@
+"""Checks now and then that all ranks hold the same parameters."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+__all__ = ["DivergenceCheck"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DivergenceCheck(Callback):
+    """Compares a checksum of every parameter's bits across the ranks every ``every_n_steps`` steps.
+
+    Ranks that have drifted apart (a step that one of them skipped, gradients changed on one rank, a seed that should be the
+    same) go on training without an error, and no result of theirs means anything.  Where one differs, all ranks raise
+    :class:`DistributedError` with the rank and the first parameter.  A check reads every parameter once and waits for the
+    device; with one process there is nothing to check.
+
+    Example:
+        >>> check = DivergenceCheck(every_n_steps=1000)
+    """
+
+    def __init__(self, every_n_steps: int = 1000) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ConfigError(f"DivergenceCheck(every_n_steps={every_n_steps!r}): give a whole number from 1")
+        self.every_n_steps = every_n_steps
+        self._next_step = 0
+
+    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Begins with what training starts from."""
+        self._next_step = trainer.global_step
+        self._check_if_due(trainer, module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Checks after a step that is due."""
+        self._check_if_due(trainer, module)
+
+    def _check_if_due(self, trainer: Trainer, module: TrainingModule) -> None:
+        step = trainer.global_step
+        if step < self._next_step or trainer.world_size == 1:
+            return
+        self._next_step = (step // self.every_n_steps + 1) * self.every_n_steps
+        named = list(module.named_parameters())
+        if not named:
+            return
+        everyone = trainer.strategy.all_gather(_checksums(parameter for _, parameter in named)).tolist()
+        if any(sums != everyone[0] for sums in everyone):
+            raise DistributedError(_message(step, [name for name, _ in named], everyone))
+
+
+def _checksums(parameters: Iterable[Tensor]) -> Tensor:
+    """One number a parameter: the sum of its bits read as whole numbers, the same for equal bits wherever they lie."""
+    return torch.stack([_bits(parameter.detach()).sum(dtype=torch.int64) for parameter in parameters])
+
+
+def _bits(values: Tensor) -> Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.view(_WORDS[values.element_size()])
+
+
+def _message(step: int, names: list[str], everyone: list[list[int]]) -> str:
+    """Who differs from most of the ranks (from rank 0 where there is no most), and where first."""
+    counts = collections.Counter(tuple(sums) for sums in everyone)
+    usual = list(max(counts.items(), key=lambda item: (item[1], list(item[0]) == everyone[0]))[0])
+    rank = next(rank for rank, sums in enumerate(everyone) if sums != usual)
+    differing = [name for name, own, other in zip(names, everyone[rank], usual, strict=True) if own != other]
+    same_as = next(other for other, sums in enumerate(everyone) if sums == usual)
+    return (
+        f"DivergenceCheck: after step {step} rank {rank} has other parameters than rank {same_as}: {differing[0]} is the first of "
+        f"{len(differing)} that differ (of {len(names)}). Look for what only some ranks do: code under `if rank == 0`, gradients "
+        "or parameters changed in a hook, an optimizer step that one rank skips, random numbers that should be the same"
+    )

@@ -1,0 +1,152 @@
+"""Writing a checkpoint beside training: a copy in host memory that training cannot change, and the thread that writes it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fabricamp.checkpoint.content import tensors_in
+from fabricamp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["BackgroundWriter", "HostCopy", "on_host"]
+
+
+class HostCopy:
+    """Copies of a checkpoint in host memory, pinned where tensors are on a GPU; each one reuses the memory of the one before.
+
+    Copies from a GPU are queued on the stream that training runs on: the host does not wait, and whatever changes the weights
+    later comes behind them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[_Buffer] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``state`` with every tensor copied; shared memory, views and everything else stay what they are.
+
+        The values are there after :meth:`wait`.  Raises :class:`CheckpointError` for what a checkpoint cannot hold.
+        """
+        copies = _Copies(self._buffers)
+        copied = copies.of(state)
+        self._buffers = copies.used
+        self._events = [torch.cuda.Event(blocking=True) for _ in copies.devices]
+        for event, device in zip(self._events, copies.devices, strict=True):
+            event.record(torch.cuda.current_stream(device))
+        return copied
+
+    def wait(self) -> None:
+        """Waits until what :meth:`take` returned last is filled; from any thread."""
+        for event in self._events:
+            event.synchronize()
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with tensors of other devices in host memory, so that the file loads where there is no GPU."""
+    if all(tensor.device.type == "cpu" for tensor in tensors_in(state)):
+        return state
+    return _Copies(None).of(state)
+
+
+class _Buffer(NamedTuple):
+    memory: torch.UntypedStorage
+    pinned: bool
+
+
+class _Copies:
+    """One copying: each memory once, each tensor as the same view of it."""
+
+    def __init__(self, buffers: list[_Buffer] | None) -> None:
+        self._buffers = buffers
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self.used: list[_Buffer] = []
+        self.devices: list[torch.device] = []
+
+    @torch.no_grad()
+    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+        memo: dict[int, Any] = {id(tensor): self._copied(tensor) for tensor in tensors_in(state)}
+        # Everything but the tensors: containers that training goes on to change.
+        return copy.deepcopy(state, memo)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        values = tensor.detach()
+        if values.layout is not torch.strided or values.is_quantized or values.is_conj() or values.is_neg():
+            result = values.cpu().clone()
+        else:
+            memory = self._memory_of(values.untyped_storage())
+            result = torch.empty(0, dtype=values.dtype)
+            result.set_(memory, values.storage_offset(), values.shape, values.stride())
+        if isinstance(tensor, nn.Parameter):
+            result = nn.Parameter(result, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad:
+            result.requires_grad_()
+        result.__dict__.update(tensor.__dict__)
+        return result
+
+    def _memory_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        key = storage._cdata
+        if key not in self._memory:
+            self._memory[key] = storage.cpu() if self._buffers is None else self._copy(storage, self._buffers)
+        return self._memory[key]
+
+    def _copy(self, storage: torch.UntypedStorage, buffers: list[_Buffer]) -> torch.UntypedStorage:
+        pinned, size, place = storage.device.type == "cuda", storage.nbytes(), len(self.used)
+        buffer = buffers[place] if place < len(buffers) else None
+        if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            buffer = _Buffer(memory, pinned)
+        buffer.memory.copy_(storage, non_blocking=pinned)
+        self.used.append(buffer)
+        if pinned and storage.device not in self.devices:
+            self.devices.append(storage.device)
+        return buffer.memory
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time in a thread of its own.
+
+    ``over`` is True from the moment that a write has ended, well or not, until :meth:`wait` has told of it.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        """Takes a copy of ``state`` and lets the thread call ``write`` with it; the one before has to be waited for."""
+        assert self._thread is None, "at most one write is in flight"
+        copied = self._copy.take(state)
+        # Not to be waited for at exit: who has not waited by then was ended by something else.
+        self._thread = threading.Thread(
+            target=self._run, args=(copied, write), name="fabricamp-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the write, if there is one; raises :class:`CheckpointError` where it failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, self.over = None, False
+        failure, self._failure = self._failure, None
+        if isinstance(failure, CheckpointError):
+            raise failure
+        if failure is not None:
+            raise CheckpointError(f"the checkpoint was not written: {type(failure).__name__}: {failure}") from failure
+
+    def _run(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        try:
+            self._copy.wait()
+            write(copied)
+        except BaseException as error:  # noqa: BLE001 - told by wait, in the thread that can act on it
+            self._failure = error
+        self.over = True

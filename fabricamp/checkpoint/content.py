@@ -1,0 +1,125 @@
+"""What a checkpoint may hold: plain values that load without running code; checked before they are written."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricamp.errors import CheckpointError
+
+__all__ = ["check_content", "plain", "structure", "tensors_in"]
+
+_VALUES = frozenset(
+    {bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout},
+)
+_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
+_SEQUENCES = frozenset({list, tuple, set})
+_TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+def check_content(value: object, name: str = "checkpoint") -> None:
+    """Raises :class:`CheckpointError` with key path and type of what ``torch.load(weights_only=True)`` could not load."""
+    tensors_in(value, name)
+
+
+def tensors_in(value: object, name: str = "checkpoint") -> list[Tensor]:
+    """Returns every tensor in ``value``, each one once; raises as :func:`check_content` does."""
+    seen: set[int] = set()
+    tensors: list[Tensor] = []
+    waiting: list[tuple[str, object]] = [(name, value)]
+    while waiting:
+        path, item = waiting.pop()
+        if type(item) in _VALUES or id(item) in seen:
+            continue
+        seen.add(id(item))
+        waiting.extend(_parts(path, item))
+        if isinstance(item, Tensor):
+            tensors.append(item)
+    return tensors
+
+
+def structure(value: object) -> str:
+    """Returns a digest of keys, plain values, and the tensors' shapes and dtypes: the same before writing and after reading.
+
+    The tensors' values are what the file's own checksums are for.
+    """
+    return _digest(value, {}).hex()
+
+
+def _digest(value: object, known: dict[int, bytes]) -> bytes:
+    if id(value) in known:
+        return known[id(value)]
+    words: list[bytes] = [type(value).__name__.encode()]
+    if isinstance(value, Tensor):
+        words.append(f"{value.dtype}{tuple(value.shape)}".encode())
+    elif isinstance(value, dict):
+        known[id(value)] = b"within itself"
+        words += [_digest(part, known) for item in value.items() for part in item]
+    elif isinstance(value, list | tuple) and type(value) in _SEQUENCES:
+        known[id(value)] = b"within itself"
+        words += [_digest(part, known) for part in value]
+    elif isinstance(value, set):
+        words += sorted(_digest(part, known) for part in value)
+    else:
+        words.append(repr(value).encode("utf-8", "surrogatepass"))
+    digest = hashlib.blake2b(b"|".join(words), digest_size=16).digest()
+    if isinstance(value, dict | list | tuple):
+        known[id(value)] = digest
+    return digest
+
+
+def plain(value: Any) -> Any:
+    """Returns ``value`` with OmegaConf containers, namespaces and other mappings as dicts, and paths as strings.
+
+    Interpolations are resolved.  Anything else stays what it is, for :func:`check_content` to judge.
+    """
+    omegaconf = sys.modules.get("omegaconf")  # where nobody has imported it, no value is one of its containers
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return plain(omegaconf.OmegaConf.to_container(value, resolve=True, enum_to_str=True))
+    if isinstance(value, argparse.Namespace):
+        return plain(vars(value))
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def _parts(path: str, item: object) -> list[tuple[str, object]]:
+    """What has to be looked at inside ``item``; raises where ``item`` itself cannot be loaded again."""
+    kind = type(item)
+    if kind in _MAPPINGS:
+        assert isinstance(item, dict)
+        inside = [(f"{path}[{key!r}]", part) for key, part in item.items()]
+        inside += [(f"{path} (its key {key!r})", key) for key in item]
+        return inside + _attributes(path, item)
+    if kind in _SEQUENCES:
+        assert isinstance(item, list | tuple | set)
+        return [(f"{path}[{index}]", part) for index, part in enumerate(item)]
+    if kind in _TENSORS:
+        assert isinstance(item, Tensor)
+        if item.is_meta:
+            raise CheckpointError(
+                f"{path} is a tensor on the meta device, which has no values to save; materialise it first"
+            )
+        return _attributes(path, item)
+    raise CheckpointError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, numbers, strings, None, and lists, tuples "
+        "and dicts of these, so that it loads without running code. Convert it (float(x), str(x), x.tolist()), or leave it out "
+        "(save_hyperparameters(ignore=[...]), state_dict, on_save_checkpoint)"
+    )
+
+
+def _attributes(path: str, item: object) -> list[tuple[str, object]]:
+    """What somebody hung on a tensor or an OrderedDict (``state_dict()._metadata``): pickled along with it."""
+    return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]

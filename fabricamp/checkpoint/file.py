@@ -1,0 +1,281 @@
+"""The checkpoint file: one torch zip of plain values, written so that a kill at any moment leaves the old file or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import secrets
+import zipfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint import places
+from fabricamp.checkpoint.background import on_host
+from fabricamp.checkpoint.content import check_content, structure
+from fabricamp.checkpoint.foreign import translated
+from fabricamp.errors import CheckpointError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "PARTIAL_SUFFIX",
+    "copy_checkpoint",
+    "link_checkpoint",
+    "read_checkpoint",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
+
+PARTIAL_SUFFIX = ".ckpt.partial"
+"""How the (hidden) name of a file ends that is still being written, or was when its writer was killed."""
+
+CHECKSUM = "checksum"
+"""The key that holds the digest of everything else in a checkpoint but the tensors' values."""
+
+_Path = str | os.PathLike[str]
+
+
+def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
+    """Writes ``state`` to ``path``: beside it, flushed to disk and verified, and only then in its place.
+
+    ``path`` may be a URL that fsspec opens.  Raises :class:`CheckpointError` where ``state`` holds what ``weights_only=True``
+    could not load, and where the disk refuses; what stood at ``path`` before is then untouched.
+    """
+    check_content(state)
+    content = on_host(state)
+    if "state_dict" in state:
+        content = {**content, CHECKSUM: structure(content)}
+    _place(places.normal(path), lambda file: torch.save(content, file))
+
+
+def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = True) -> dict[str, Any]:
+    """Returns what the file at ``path`` holds, fabricamp's, Lightning's or apex's, under fabricamp's keys.
+
+    Runs no code that the file brings.  ``map_location`` is ``torch.load``'s.  With ``verify`` the whole file's checksums are
+    compared first; without, damage inside tensors goes unnoticed.  Raises :class:`CheckpointError` for a file that is
+    missing, damaged, or something else than a checkpoint.
+    """
+    place = places.normal(path)
+    _check_there(place)
+    try:
+        with places.opened(place) as file:
+            if verify and zipfile.is_zipfile(file):
+                _verify(file)
+            file.seek(0)
+            # A path where there is one: torch reads it without Python in between.
+            source = file if places.is_remote(place) else place
+            state = torch.load(source, map_location=map_location, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(_why_unreadable(place, error)) from error
+    if isinstance(state, dict):
+        _check_unchanged(state, place)
+        state = translated(state)
+    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
+        held = (
+            f"a dict with the keys {', '.join(map(repr, state))}"
+            if isinstance(state, dict)
+            else f"a {type(state).__name__}"
+        )
+        raise CheckpointError(
+            f"{place} is no checkpoint of a Trainer: it holds {held:.500}, and no 'state_dict' that is a dict; "
+            "weights alone are loaded with module.load_state_dict(torch.load(path, weights_only=True))"
+        )
+    return state
+
+
+def verify_checkpoint(path: _Path) -> None:
+    """Reads the whole file and compares its checksums; raises :class:`CheckpointError` where it is missing or damaged."""
+    place = places.normal(path)
+    _check_there(place)
+    try:
+        with places.opened(place) as file:
+            _verify(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
+    except Exception as error:  # a damaged zip can raise anything
+        raise CheckpointError(_why_unreadable(place, error)) from error
+
+
+def copy_checkpoint(source: _Path, target: _Path) -> None:
+    """Makes ``target`` the same file as ``source``: a second name where the file system has such, else a verified copy.
+
+    Neither name is affected by what later happens to the other: checkpoints are replaced, never changed.
+    """
+    old, new = places.normal(source), places.normal(target)
+    if not (places.is_remote(old) or places.is_remote(new)):
+        with contextlib.suppress(OSError):
+            _place_name(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
+            return
+    _place(new, lambda file: places.copy_bytes(old, file))
+
+
+def link_checkpoint(source: _Path, target: _Path) -> None:
+    """Makes ``target`` a symbolic link to ``source`` (relative, so that the folder can move); a copy where links are refused."""
+    old, new = places.normal(source), places.normal(target)
+    if not (places.is_remote(old) or places.is_remote(new)):
+        relative = os.path.relpath(old, places.parent(new))
+        with contextlib.suppress(OSError):
+            _place_name(Path(new), lambda name: name.symlink_to(relative))
+            return
+    copy_checkpoint(old, new)
+
+
+def _place(target: str, fill: Callable[[IO[bytes]], None]) -> None:
+    """Puts what ``fill`` writes in place of ``target``."""
+    try:
+        if places.is_remote(target):
+            _place_remotely(target, fill)
+        else:
+            _place_here(Path(target), fill)
+    except Exception as error:  # a remote file system raises what its package likes
+        raise CheckpointError(
+            f"cannot write checkpoint {target}: {_reason(error)}; what stood there before is untouched. "
+            "Free space or choose another folder (ModelCheckpoint(dirpath=...))"
+        ) from error
+
+
+def _place_here(target: Path, fill: Callable[[IO[bytes]], None]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    with _partial_file(target.parent) as (name, file):
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+        with name.open("rb") as written:
+            _verify(written)
+        name.replace(target)
+    _sync_folder(target.parent)
+
+
+def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
+    filesystem, path = places.remote(target)
+    name = f"{places.parent(path)}/.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+    filesystem.makedirs(places.parent(path), exist_ok=True)
+    try:
+        with filesystem.open(name, "wb") as file:
+            fill(file)
+        with filesystem.open(name, "rb") as written:
+            _verify(written)
+        filesystem.mv(name, path)
+    finally:
+        # Still there where something failed; nobody else's: the name is random.
+        if filesystem.exists(name):
+            filesystem.rm_file(name)
+
+
+def _place_name(target: Path, make: Callable[[Path], None]) -> None:
+    """Puts the directory entry that ``make`` makes in place of ``target``."""
+    name = _partial_name(target.parent)
+    try:
+        make(name)
+        name.replace(target)
+    finally:
+        # Still there where `replace` failed, or did nothing because both names are already the same file.
+        name.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+
+
+def _partial_name(folder: Path) -> Path:
+    return folder / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+
+
+@contextlib.contextmanager
+def _partial_file(folder: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A new file in ``folder``, locked as long as its writer lives; its name is gone afterwards, renamed or removed."""
+    while True:
+        name = _partial_name(folder)
+        with name.open("xb") as file:
+            try:
+                with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if os.fstat(file.fileno()).st_nlink == 0:
+                    continue  # another run took it for abandoned between its creation and the lock
+                yield name, file
+            finally:
+                name.unlink(missing_ok=True)
+        return
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the partial files whose writers were killed: those that nobody holds a lock on."""
+    for name in folder.glob(f".*{PARTIAL_SUFFIX}"):
+        with contextlib.suppress(OSError), name.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            name.unlink()
+
+
+def _check_unchanged(state: dict[str, Any], place: str) -> None:
+    written = state.pop(CHECKSUM, None)
+    if written is not None and written != structure(state):
+        raise CheckpointError(
+            f"{place} is not as it was written: keys, values or shapes in it were changed. Use another one; or, where the change "
+            f"was meant, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
+        )
+
+
+def _verify(file: IO[bytes]) -> None:
+    """Reads the whole zip and compares its checksums."""
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flushes a rename to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _check_there(place: str) -> None:
+    if not places.is_remote(place) and Path(place).is_dir():
+        raise CheckpointError(f"{place} is a folder; a checkpoint is one file, named like 'epoch=3-step=400.ckpt'")
+    try:
+        there = places.exists(place) and (places.is_remote(place) or Path(place).exists())
+        beside = [] if there else places.files_in(places.parent(place), ".ckpt")
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
+    if not there:
+        names = [other.rpartition("/")[2] for other in beside]
+        raise CheckpointError(f"there is no checkpoint {place}{nearest(place.rpartition('/')[2], names)}")
+
+
+def _why_unreadable(place: str, error: Exception) -> str:
+    """What is wrong with a file that could not be loaded, and the cure."""
+    unsafe = _unsafe_globals(place) if isinstance(error, pickle.UnpicklingError) else []
+    if unsafe:
+        return (
+            f"{place} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
+            "source: load it once with torch.load(path, weights_only=False), put plain values in their place, torch.save it again"
+        )
+    return f"{place} is damaged or no checkpoint ({error!s:.200}); use an older one from the same folder"
+
+
+def _unsafe_globals(place: str) -> list[str]:
+    try:
+        with places.opened(place) as file:
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # noqa: BLE001 - it walks the same damaged pickle; what it cannot name is told as damage
+        return []
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's reason where there is one: torch hides it behind an error of its own writer."""
+    for candidate in (error, error.__cause__, error.__context__):
+        if isinstance(candidate, OSError) and candidate.strerror:
+            return candidate.strerror
+    return str(error).partition("\n")[0][:300]

@@ -1,0 +1,122 @@
+"""Checkpoints of others under fabricamp's keys: Lightning 2.x's, and apex's three-key file ``{'model', 'optimizer', 'amp'}``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from fabricamp.errors import CheckpointError
+
+__all__ = ["apex_scales", "fit_names", "translated"]
+
+_LIGHTNING = "pytorch-lightning_version"
+_APEX = frozenset({"model", "optimizer", "amp"})
+
+
+def translated(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with fabricamp's keys where Lightning or apex wrote it, else ``state`` itself.
+
+    Raises :class:`CheckpointError` where it has their keys, but not their layout.
+    """
+    try:
+        if _LIGHTNING in state:
+            return _from_lightning(state)
+        if "state_dict" not in state and state.keys() >= _APEX:
+            return _from_apex(state)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"a checkpoint with the keys {', '.join(map(repr, state)):.300} is not laid out as its library does "
+            f"({type(error).__name__}: {error}); use an older one"
+        ) from error
+    return state
+
+
+def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Returns ``weights`` under ``names``: without DistributedDataParallel's ``module.``, and below the submodule that they are of.
+
+    An apex script saves its network, which is ``self.net`` (say) of a TrainingModule.  Where nothing fits they stay as they are.
+    """
+    if weights and all(name.startswith("module.") for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    prefixes = {"", *(name[: name.index(".") + 1] for name in names if "." in name)}
+    fitting = [prefix for prefix in sorted(prefixes) if {prefix + name for name in weights} == names]
+    return {f"{fitting[0]}{name}": value for name, value in weights.items()} if fitting else weights
+
+
+def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns what ``amp.state_dict()`` of apex would: scale and steps since it last changed, of each loss.
+
+    ``amp`` is a Precision's ``state_dict()``; without dynamic scaling the one scale is constant.
+    """
+    scalers = amp.get("scaler", {}).get("scalers")
+    if scalers is None:
+        scale = amp.get("loss_scale", 1.0)
+        scalers = [{"scale": 1.0 if scale == "dynamic" else scale, "growth": 0}]
+    return {
+        f"loss_scaler{index}": {"loss_scale": float(one["scale"]), "unskipped": int(one["growth"])}
+        for index, one in enumerate(scalers)
+    }
+
+
+def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
+    """Lightning counts optimizer steps; a manual loop with several optimizers is taken to step in every batch."""
+    result = {**state, "source": "lightning"}
+    loop = state.get("loops", {}).get("fit_loop", {})
+    position: dict[str, Any] = {}
+    if "epoch_progress" in loop:
+        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+        in_epoch = epochs["ready"] > epochs["processed"]
+        # After an epoch's last batch its validation may have written the file, or its end: Lightning's schedules come after both.
+        ending = bool(batches["is_last_batch"]) if in_epoch else epochs["processed"] > epochs["completed"]
+        within = in_epoch and not ending
+        result["epoch"] = int(epochs["processed"]) + int(in_epoch and ending)
+        position = {
+            "batch_idx": int(batches["current"]["processed"]) if within else 0,
+            "batches_done": int(batches["total"]["processed"]),
+            "schedules_due": ending,
+        }
+        if len(state.get("optimizer_states", ())) > 1:
+            result["global_step"] = min(int(state["global_step"]), position["batches_done"])
+    result["loops"] = {**state.get("loops", {}), "fit": position}
+    if "MixedPrecision" in state:
+        scaler = state["MixedPrecision"]
+        result["amp"] = _scaler_state([(scaler["scale"], scaler["_growth_tracker"])])
+    return result
+
+
+def _from_apex(state: dict[str, Any]) -> dict[str, Any]:
+    scalers = {
+        int(number[1]): value
+        for name, value in state["amp"].items()
+        if (number := re.fullmatch(r"loss_scaler(\d+)", name))
+    }
+    optimizers = state["optimizer"]
+    return {
+        "source": "apex",
+        "state_dict": state["model"],
+        "optimizer_states": list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers],
+        "amp": _scaler_state([(scalers[key]["loss_scale"], scalers[key]["unskipped"]) for key in sorted(scalers)]),
+    }
+
+
+def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
+    """What a Precision with these scales saves, no verdicts on their way; each with its applied steps since it last changed."""
+    from fabricamp.ops import StepState
+    from fabricamp.precision.base import Verdict
+
+    if not scales:
+        return {}
+    scalers = [{"scale": float(scale), "growth": int(growth)} for scale, growth in scales]
+    known = Verdict(applied=True, scale=scalers[0]["scale"], loss=float("nan"), applied_steps=0, skipped_steps=0)
+    return {
+        "loss_scale": "dynamic",
+        "scaler": {
+            "window": scalers[0],
+            "scalers": scalers,
+            "ring": torch.zeros(1, StepState.WORDS, dtype=torch.int32),
+            "windows": 0,
+            "known": list(known),
+        },
+    }

@@ -1,0 +1,173 @@
+"""Where in a loader a pass stands, as plain values that another process can go on from.
+
+A place is a dict: ``batches`` that this rank got; for a loader with our sampler also ``samples``, those of all ranks together,
+so that other batch sizes and other numbers of ranks go on behind the same sample; for one that keeps its own position ``state``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Generator
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data._utils.collate import default_collate
+
+from fabricamp.data.samplers import TrainSampler
+from fabricamp.data.seeding import SeededDataset
+from fabricamp.rng import isolate_rng, restore_rng
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "batches_behind",
+    "begin",
+    "draws_while_reading",
+    "end_workers",
+    "enter",
+    "generators_of",
+    "is_stateful",
+    "isolate",
+    "own_sampler",
+    "place_of",
+    "restore",
+    "restore_states",
+    "states_of",
+]
+
+
+def own_sampler(loader: Any) -> TrainSampler | None:
+    """Returns the sampler by which a pass can begin anywhere."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, TrainSampler) else None
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether ``loader`` keeps its own position (``state_dict`` and ``load_state_dict``, its own or its stream's)."""
+    return _stateful_part(loader) is not None
+
+
+def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]:
+    """Returns the place of a pass that began at ``entered`` and has handed out ``given`` batches since."""
+    place: dict[str, Any] = {"batches": entered.get("batches", 0) + given}
+    sampler, part = own_sampler(loader), _stateful_part(loader)
+    if sampler is not None:
+        place["samples"] = entered.get("samples", 0) + given * _samples_of_a_batch(loader, sampler)
+    elif part is not None:
+        place["state"] = copy.deepcopy(part.state_dict())
+    return place
+
+
+def begin(loader: Any) -> Any:
+    """Returns a new pass over ``loader``, which draws a seed for its workers also where these have waited for it.
+
+    Torch draws one only where it starts workers, which a resumed run does and the straight one did long ago.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    return iter(loader)
+
+
+def enter(loader: Any, place: dict[str, Any]) -> int:
+    """Makes the next pass over ``loader`` begin at ``place``; returns how many batches have to be read past instead."""
+    sampler, part = own_sampler(loader), _stateful_part(loader)
+    if sampler is not None:
+        sampler.start = _samples(loader, sampler, place)
+        return 0
+    if part is not None and "state" in place:
+        part.load_state_dict(place["state"])
+        return 0
+    return int(place.get("batches", 0))
+
+
+def batches_behind(loader: Any, place: dict[str, Any]) -> int:
+    """Returns the number of ``loader``'s batches that lie behind ``place``, whoever counted them."""
+    sampler = own_sampler(loader)
+    if sampler is None:
+        return int(place.get("batches", 0))
+    whole, before = len(loader), sampler.start
+    sampler.start = _samples(loader, sampler, place)
+    left = len(loader)
+    sampler.start = before
+    return whole - left
+
+
+def draws_while_reading(loader: Any) -> bool:
+    """Whether reading a batch may draw from this process's generators, and a resumed pass could draw the same again."""
+    if own_sampler(loader) is None:
+        return is_stateful(loader)
+    known = isinstance(loader.dataset, TensorDataset | SeededDataset) and loader.collate_fn is default_collate
+    return loader.num_workers == 0 and not known
+
+
+def end_workers(loader: Any, batches: Any) -> None:
+    """Ends the workers of one pass now: left to the collector, a traceback that is kept would keep them too."""
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None and not loader.persistent_workers:
+        shut_down()
+
+
+def generators_of(loaders: Sequence[Any]) -> list[Generator]:
+    """Returns the generators that ``loaders`` were built with, each once."""
+    found: dict[int, Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for part in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, Generator):
+                found[id(generator)] = generator
+    return list(found.values())
+
+
+def states_of(generators: Sequence[Generator]) -> list[Tensor]:
+    """Returns what :func:`restore_states` takes."""
+    return [generator.get_state() for generator in generators]
+
+
+def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) -> None:
+    """Gives generators their states back, as far as there are as many as before."""
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state.cpu())
+
+
+def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:
+    """Takes back what was noted of the global generators (``rng``, or None) and of ``generators``."""
+    if drawn.get("rng"):
+        restore_rng(drawn["rng"])
+    restore_states(generators, drawn.get("generators", []))
+
+
+@contextlib.contextmanager
+def isolate(generators: Sequence[Generator]) -> Iterator[None]:
+    """A context that leaves the global generators and ``generators`` as it found them."""
+    before = states_of(generators)
+    with isolate_rng():
+        try:
+            yield
+        finally:
+            restore_states(generators, before)
+
+
+def _stateful_part(loader: Any) -> Any:
+    parts = [loader]
+    # Worker processes have the stream's copies, whose positions are not known here.
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
+        parts.append(loader.dataset)
+    for part in parts:
+        if all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
+            return part
+    return None
+
+
+def _samples(loader: Any, sampler: TrainSampler, place: dict[str, Any]) -> int:
+    """The samples behind ``place``; a file that is not ours tells batches only."""
+    return int(place.get("samples", place.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
+
+
+def _samples_of_a_batch(loader: Any, sampler: TrainSampler) -> int:
+    return (loader.batch_size or 1) * sampler.world_size

@@ -1,0 +1,133 @@
+"""What a checkpoint keeps of logged values: the running ones of a table, flushes under way, and torchmetrics objects."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.errors import CheckpointError
+from fabricamp.metrics.exchange import Row
+from fabricamp.metrics.slots import Published
+from fabricamp.metrics.values import is_metric
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from fabricamp.metrics.slots import Table
+
+__all__ = [
+    "find_objects",
+    "load_objects",
+    "load_rows",
+    "load_table",
+    "save_objects",
+    "save_rows",
+    "save_table",
+]
+
+
+def save_table(table: Table, objects: dict[int, str]) -> dict[str, Any]:
+    """Returns the values of ``table``'s cells; ``objects`` names torchmetrics objects by their ids."""
+    return {
+        "cells": [
+            {
+                "published": list(cell.published),
+                "number": cell.number,
+                "weight": cell.weight,
+                "object": objects.get(id(cell.metric), ""),
+            }
+            for cell in table.cells.values()
+        ],
+        "values": table.bank[: len(table.cells)].clone(),
+    }
+
+
+def load_table(table: Table, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
+    """Puts the values of ``states`` into ``table``, before anything is logged: one rank's, or the sum of several ranks'."""
+    for state in states:
+        for saved, value in zip(state["cells"], state["values"], strict=True):
+            published = Published(*saved["published"])
+            if len(states) > 1 and published.per_step:
+                continue  # the latest value of one rank says nothing of another
+            cell = table.restore(published)
+            cell.metric = objects.get(saved["object"], cell.metric)
+            if published.per_step:
+                cell.place.copy_(value)
+                cell.number, cell.weight = saved["number"], saved["weight"]
+            elif published.mode in ("min", "max"):
+                cell.add_number(saved["number"], 0)
+                cell.add_tensor(value.to(table.device), saved["weight"])
+            elif saved["weight"]:
+                cell.place.add_(value.to(table.device))
+                cell.number += saved["number"]
+                cell.weight = 1 if published.mode == "metric" else cell.weight + saved["weight"]
+
+
+def save_rows(rows: Sequence[Row]) -> list[list[Any]]:
+    """Returns a flush that has arrived as plain values."""
+    return [[[list(one) for one in row.published], *(list(part) for part in row[1:])] for row in rows]
+
+
+def load_rows(saved: Sequence[Sequence[Any]]) -> list[Row]:
+    """Returns what :func:`save_rows` was given."""
+    return [Row([Published(*one) for one in published], *parts) for published, *parts in saved]
+
+
+def find_objects(module: nn.Module) -> dict[str, Any]:
+    """Returns the torchmetrics objects in ``module`` by name."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    for part in module.modules():
+        if isinstance(part, torchmetrics.MetricCollection):
+            part.values()  # brings members up to date that share one member's states
+    return {name: part for name, part in module.named_modules() if is_metric(part)}
+
+
+def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
+    """Returns the states of those ``objects`` that have seen something."""
+    return {
+        name: {"updates": metric.update_count, "states": {key: _kept(metric, key) for key in metric._defaults}}
+        for name, metric in objects.items()
+        if metric.update_count
+    }
+
+
+def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
+    """Gives ``objects`` the states of one rank, or those of several ranks in one; all others begin anew."""
+    for name, metric in objects.items():
+        metric.reset()
+        saved = [state[name] for state in states if name in state]
+        if not saved:
+            continue
+        for key in metric._defaults:
+            values = [_on(metric.device, one["states"][key]) for one in saved]
+            setattr(metric, key, values[0] if len(values) == 1 else _reduced(name, metric, key, values))
+        metric._update_count = sum(one["updates"] for one in saved)
+        metric._computed = None
+
+
+def _kept(metric: Any, key: str) -> Any:
+    value = getattr(metric, key)
+    return list(value) if isinstance(value, list) else value  # reset() empties the list itself
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+
+
+def _reduced(name: str, metric: Any, key: str, values: list[Any]) -> Any:
+    """The states of several ranks as one, by the rule that the metric itself has for them."""
+    if isinstance(values[0], list):
+        return [one for value in values for one in value]
+    rule = getattr(metric._reductions[key], "__name__", "")
+    if rule not in ("dim_zero_sum", "dim_zero_min", "dim_zero_max", "dim_zero_cat"):
+        raise CheckpointError(
+            f"the checkpoint holds {type(metric).__name__} {name!r} of {len(values)} ranks, whose state {key!r} cannot be put "
+            "together; go on with as many processes as wrote it, or from the end of an epoch"
+        )
+    return metric._reductions[key](torch.stack(values) if rule != "dim_zero_cat" else values)

@@ -1,0 +1,247 @@
+"""Where a rank is, how long it has not come further, and what follows from what all ranks say of that: plain values."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabricamp.state import NOT_VALIDATING, Scope, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from fabricamp.state import RunState
+
+__all__ = ["Pulse", "PulseTaker", "Verdict", "judge"]
+
+# What the main thread does; most suspicious first.
+_DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING = "data", "elsewhere", "saving", "ended", "waiting"
+_SUSPICION = (_DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING)
+_PACKAGE = str(Path(__file__).parents[1])
+# Told by the innermost of its frames that lies in one of these files; torch's agent is the outermost of a worker's.
+_FILES = (
+    ("/torch/distributed/elastic/", _ELSEWHERE),
+    ("/torch/distributed/", _WAITING),
+    (f"{_PACKAGE}/watchdog/", _WAITING),
+    (f"{_PACKAGE}/checkpoint", _SAVING),
+    (f"{_PACKAGE}/data/", _DATA),
+    ("/torch/utils/data/", _DATA),
+)
+# Where the innermost frame of all lies here, it waits inside torch: for an exchange that backward began, or for the GPU.
+_INNERMOST = ("/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py", "/torch/cuda/")
+_WORDS = {
+    _DATA: "waiting for its loader",
+    _SAVING: "writing a checkpoint",
+    _ENDED: "at the end of its run",
+    _WAITING: "waiting for the other ranks",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank says of itself every few seconds."""
+
+    rank: int
+    beat: int
+    """Counts up: a rank whose beat stands still is gone, or its interpreter is stuck."""
+    idle: float
+    """Seconds since its main thread came further."""
+    place: str
+    """Stage, epoch, step and batch in words."""
+    doing: str
+    where: str
+    """The machine, and the part of it in which ``pid`` has a meaning."""
+    pid: int
+    stack: str = ""
+
+    def encode(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: bytes) -> Pulse:
+        """What :meth:`encode` gave."""
+        return Pulse(**json.loads(text))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its run is over, and nobody watches it any more."""
+        return self.doing == _ENDED
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others rather than being waited for."""
+        return self.doing == _WAITING
+
+    @property
+    def site(self) -> str:
+        """The innermost line of the stack that is not torch's."""
+        lines = [line for line in self.stack.splitlines() if line.startswith('  File "') and "/torch/" not in line]
+        return lines[-1] if lines else ""
+
+    def describe(self, *, silent: bool) -> str:
+        """One line."""
+        if silent:
+            return f"rank {self.rank} gives no sign of life ({self._why_silent()}); last seen {self.place}"
+        doing = f", {_WORDS[self.doing]}" if self.doing in _WORDS else ""
+        return f"rank {self.rank}: {self.place}{doing}" + ("" if self.ended else f", for {self.idle:.0f} s")
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is certain that its process has died: it ran beside this one, and did not come to its end."""
+        return not self.ended and self.where == _where() and not _lives(self.pid)
+
+    def _why_silent(self) -> str:
+        if self.gone:
+            return "its process is gone"
+        return "its process is gone, its machine cannot be reached, or something holds its interpreter's lock"
+
+
+class PulseTaker:
+    """Takes the pulse of this process: created in the thread that runs the loop, asked by the thread beside it.
+
+    It reads what the loop writes anyway, so it costs the loop nothing.
+    """
+
+    def __init__(self, state: RunState, rank: int) -> None:
+        self._state = state
+        self._rank = rank
+        self._thread = threading.get_ident()
+        self._mark: tuple[object, ...] = ()
+        self._since = 0.0
+        self._beat = 0
+        self._where = _where()
+
+    def idle(self, now: float) -> float:
+        """Seconds since the counters moved."""
+        state = self._state
+        counters = (state.epoch, state.global_step, state.batch_idx, state.batches_done, state.evaluated)
+        mark = (state.stage, state.scope, *counters)
+        if mark != self._mark:
+            self._mark, self._since = mark, now
+        return now - self._since
+
+    def take(self, now: float, *, stack: bool, ended: bool = False) -> Pulse:
+        """The pulse; with the main thread's ``stack`` where that is wanted, which tells what it is doing too."""
+        self._beat += 1
+        idle = self.idle(now)
+        frame = sys._current_frames().get(self._thread) if stack and not ended else None
+        return Pulse(
+            rank=self._rank,
+            beat=self._beat,
+            idle=idle,
+            place=place(self._state),
+            doing=_ENDED if ended else _doing(frame),
+            where=self._where,
+            pid=os.getpid(),
+            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Who holds up the run, who is to say so before it exits, and the words."""
+
+    rank: int
+    reporter: int
+    text: str
+    stack: str
+
+
+def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Verdict | None:
+    """Returns who holds up a run in which no rank has come further for ``seconds``; None where nobody waits for anybody.
+
+    ``silent`` are the ranks whose beat stands still.  A rank that is alone with its work after the others have ended holds up
+    nobody.
+    """
+    running = [pulse for pulse in pulses if not pulse.ended]
+    talking = [pulse for pulse in running if pulse.rank not in silent]
+    if not talking or (len(running) == 1 and not talking[0].waits):
+        return None
+    sites = collections.Counter(pulse.site for pulse in talking)
+    culprit = min(
+        pulses,
+        key=lambda one: (one.rank not in silent, _SUSPICION.index(one.doing), sites[one.site], one.rank),
+    )
+    reporter = culprit if culprit in talking else talking[0]
+    lines = [pulse.describe(silent=pulse.rank in silent) for pulse in (culprit, *_others(pulses, culprit))]
+    because = f"because of rank {culprit.rank} as it seems"
+    if culprit.waits and culprit.rank not in silent:
+        because = _why_all_wait(culprit, sites)
+    text = (
+        f"no rank has come further for {seconds:.0f} s, {because}:\n  "
+        + "\n  ".join(lines)
+        + "\nwhere that much time is normal, give the strategy more, as in DDP(timeout=3600)"
+    )
+    shown = [one for one in (culprit, *talking) if one.stack]
+    stacks = {one.rank: f"stack of rank {one.rank}:\n{one.stack}" for one in shown[:4]}
+    return Verdict(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
+
+
+def place(state: RunState) -> str:
+    """Where the loop is, in words."""
+    if state.stage is Stage.IDLE:
+        return "outside fit, validate, test and predict"
+    where = f"in {state.stage.value} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
+    if state.evaluated != NOT_VALIDATING:
+        return f"{where}in validation batch {state.evaluated}"
+    return where + ("before, between or after epochs" if state.scope is Scope.NOWHERE else state.scope.value)
+
+
+def _why_all_wait(culprit: Pulse, sites: collections.Counter[str]) -> str:
+    """Where nobody does anything else: what can be said about who does not do as the others."""
+    if len(sites) == 1:
+        return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
+    odd = f"rank {culprit.rank} as it seems" if len(set(sites.values())) > 1 else "the stacks show where each waits"
+    return (
+        f"because they wait for each other at different places: one has left out an exchange, or makes one more ({odd})"
+    )
+
+
+def _others(pulses: Sequence[Pulse], culprit: Pulse) -> list[Pulse]:
+    """The other ranks, not more than can be read."""
+    return [pulse for pulse in pulses if pulse is not culprit][:15]
+
+
+def _doing(frame: FrameType | None) -> str:
+    if frame is not None and any(part in frame.f_code.co_filename for part in _INNERMOST):
+        return _WAITING
+    while frame is not None:
+        doing = next((doing for part, doing in _FILES if part in frame.f_code.co_filename), None)
+        if doing is not None:
+            return doing
+        frame = frame.f_back
+    return _ELSEWHERE
+
+
+def _where() -> str:
+    """Containers of one machine may number their processes each for itself."""
+    spaces = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {spaces.readlink() if spaces.is_symlink() else ''}"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether the process is dead, and its parent has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return False

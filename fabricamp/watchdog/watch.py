@@ -1,0 +1,263 @@
+"""The thread beside the main one: passes stop requests on, and ends the process where the run cannot go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+from fabricamp.launch import record_end
+from fabricamp.watchdog.pulse import Pulse, PulseTaker, Verdict, judge, place
+from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+
+__all__ = ["Watchdog", "patience"]
+
+_POLL_SECONDS = 0.1
+_CLOSE_SECONDS = 5.0
+_BEAT_SECONDS = (0.2, 5.0)
+# How long a main thread whose run cannot go on may take to end by itself, with hooks, files and traceback.
+_GRACE_SECONDS = 5.0
+# What the rank that reports needs before others end and its starter ends it too.
+_REPORT_SECONDS = 1.0
+
+_FAILURE, _VERDICT = "failure", "verdict"
+
+
+def patience(timeout: float) -> float:
+    """Seconds without progress on any rank after which a run is given up: so much less than ``timeout`` that it ends by then."""
+    return max(0.75 * timeout, timeout - 10.0)
+
+
+class Watchdog:
+    """Watches over a run of several processes from a thread in each; with one process there is nothing to do.
+
+    The thread looks into the process group's store ten times a second, where any rank may have asked to stop
+    (:class:`StopAgreement`), and says now and then where its main thread is.  It ends the process, by force where the main
+    thread does not come to it within seconds, if another rank has failed or is gone, or if no rank has come further for
+    almost the strategy's ``timeout``; then it says which rank holds up the others, and where.
+
+    Args:
+        state: the run's counters.
+        strategy: says how many ranks there are, and how long they wait for each other.
+    """
+
+    def __init__(self, state: RunState, strategy: Strategy) -> None:
+        self.agreement = StopAgreement(state, strategy)
+        self._state = state
+        self._strategy = strategy
+        self._patience = patience(strategy.timeout.total_seconds())
+        self._beat_seconds = min(max(self._patience / 20, _BEAT_SECONDS[0]), _BEAT_SECONDS[1])
+        self._next_beat = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._failure = ""
+        self._told = False
+        self._closing = threading.Event()
+        self._store: Store | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to watch; called by every rank at the same place, after the strategy has joined the processes."""
+        if self._strategy.world_size == 1 or self._thread is not None:
+            return
+        token = self._strategy.broadcast(uuid.uuid4().hex)
+        self._store = _own_store(f"fabricamp/watch/{token}")
+        self._taker = PulseTaker(self._state, self._strategy.rank)
+        # Here already, so that nobody waits for the first beat of a rank that never comes to it.
+        self._publish(self._store, self._taker.take(time.monotonic(), stack=False))
+        self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Lets the other ranks know that this one has failed."""
+        self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+
+    def close(self) -> None:
+        """Ends the watch; waits for no other rank."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+            self._thread = None
+        self.agreement.forget()
+
+    # -- the thread --------------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        assert self._store is not None
+        try:
+            while not self._closing.wait(_POLL_SECONDS):
+                self._look(self._store)
+            self._tell(self._store)
+            self.agreement.leave(self._store)
+            self._publish(self._store, self._taker.take(time.monotonic(), stack=False, ended=True))
+        except RuntimeError as error:
+            # The store went with the process that owns it.  A run that ends does not need it; who holds must learn of it.
+            self.agreement.lose(str(error))
+            self._go_on_without_store()
+
+    def _look(self, store: Store) -> None:
+        self.agreement.look(store)
+        self._tell(store)
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + self._beat_seconds
+        idle = self._taker.idle(now)
+        self._publish(store, self._taker.take(now, stack=idle >= self._patience / 2))
+        if self._failure:
+            self._end_failed(idle)
+            return
+        self._heed_failure(store)
+        self._heed_silence(store, now)
+        self._heed_death(store)
+        if idle >= self._patience / 2:
+            self._listen(store, now, complete=idle >= self._patience)
+
+    def _tell(self, store: Store) -> None:
+        """Publishes this rank's failure, once; the first of all counts."""
+        if self._failure and not self._told:
+            self._told = True
+            said = {"rank": self._strategy.rank, "what": self._failure, "place": place(self._state)}
+            store.compare_set(_FAILURE, "", json.dumps(said))
+
+    def _publish(self, store: Store, pulse: Pulse) -> None:
+        store.set(_pulse_key(pulse.rank), pulse.encode())
+
+    def _heed_failure(self, store: Store) -> None:
+        """Ends this process soon after another rank has failed: what its main thread waits for will never come."""
+        if not store.check([_FAILURE]):
+            return
+        failure = json.loads(store.get(_FAILURE))
+        self._give_up(f"rank {failure['rank']} failed {failure['place']}: {failure['what']}")
+
+    def _end_failed(self, idle: float) -> None:
+        """Ends this process where what it does after its own failure takes too long: a hook that waits for the other ranks."""
+        if idle >= self._patience:
+            _exit(1)
+
+    def _heed_silence(self, store: Store, now: float) -> None:
+        """Ends this process where it is to stop and a rank is gone, with which nothing can be agreed."""
+        agreement = self.agreement
+        if agreement.settled or now < agreement.learned_at + ANSWER_SECONDS:
+            return
+        gone = agreement.missing(store)
+        if gone:
+            last = [Pulse.decode(store.get(key)).place for key in map(_pulse_key, gone) if store.check([key])]
+            self._give_up(f"{agreement.who_is_missing()} (last seen {'; '.join(last) or 'nowhere'})")
+
+    def _heed_death(self, store: Store) -> None:
+        """Ends this process where one beside it on this machine has died: not every exchange notices that its peer is gone."""
+        environment = self._strategy.environment
+        first = environment.rank - environment.local_rank
+        keys = [_pulse_key(rank) for rank in range(first, first + environment.local_world_size)]
+        if not store.check(keys):
+            return
+        # Read before its process was looked at, a last pulse could be missed.
+        dead = {pulse.rank for pulse in map(Pulse.decode, store.multi_get(keys)) if pulse.gone}
+        for pulse in map(Pulse.decode, store.multi_get(keys) if dead else []):
+            if pulse.rank in dead and not pulse.ended:
+                self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}")
+
+    def _listen(self, store: Store, now: float, *, complete: bool) -> None:
+        """Reads how the others are; with ``complete``, after all the patience, ends the run if they stand still too."""
+        keys = [_pulse_key(rank) for rank in range(self._strategy.world_size)]
+        if not store.check(keys):
+            return
+        pulses = [Pulse.decode(text) for text in store.multi_get(keys)]
+        for pulse in pulses:
+            if self._heard.get(pulse.rank, (-1, now))[0] != pulse.beat:
+                self._heard[pulse.rank] = (pulse.beat, now)
+        silent = {pulse.rank for pulse in pulses if not pulse.ended and self._silence(pulse, now) > self._deaf_seconds}
+        standing = all(
+            pulse.ended or pulse.rank in silent or pulse.idle + 2 * self._beat_seconds >= self._patience
+            for pulse in pulses
+        )
+        verdict = judge(pulses, silent, self._patience) if complete and standing else None
+        if verdict is not None:
+            self._conclude(store, verdict)
+
+    @property
+    def _deaf_seconds(self) -> float:
+        """A rank is silent whose beat stands still for so long."""
+        return max(1.0, min(3 * self._beat_seconds + 1.0, self._patience / 3))
+
+    def _silence(self, pulse: Pulse, now: float) -> float:
+        return now - self._heard[pulse.rank][1]
+
+    def _conclude(self, store: Store, verdict: Verdict) -> None:
+        """Ends the process by the verdict that the first rank came to."""
+        store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
+        verdict = Verdict(**json.loads(store.get(_VERDICT)))
+        if verdict.reporter == self._strategy.rank:
+            record_end(f"DistributedError: {verdict.text}", verdict.stack)
+            _exit(1)
+        time.sleep(_REPORT_SECONDS)
+        _exit(128 + signal.SIGTERM)
+
+    def _go_on_without_store(self) -> None:
+        """Watches this rank alone, until it ends."""
+        while not self._closing.wait(_POLL_SECONDS):
+            idle = self._taker.idle(time.monotonic())
+            if idle >= self._patience:
+                pulse = self._taker.take(time.monotonic(), stack=True)
+                self._give_up(
+                    f"the store of the process group is gone ({self.agreement.lost.splitlines()[0]}) and there was no progress for "
+                    f"{idle:.0f} s", pulse.stack,
+                )  # fmt: skip
+
+    def _give_up(self, why: str, stack: str = "") -> None:
+        """Ends this process, whose run cannot go on, unless its main thread is about to."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and not self._closing.wait(_POLL_SECONDS):
+            pass
+        if self._closing.is_set() or self._failure:
+            return
+        stack = stack or self._taker.take(time.monotonic(), stack=True).stack
+        text = f"rank {self._strategy.rank} is ended {place(self._state)}: {why}"
+        record_end(f"DistributedError: {text}", f"stack of rank {self._strategy.rank}:\n{stack}")
+        _exit(128 + signal.SIGTERM)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process from beside a main thread that may never return; nothing that waits for that thread is run."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    # The main thread may be stuck with the lock of a stream.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(1.0)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _pulse_key(rank: int) -> str:
+    return f"pulse/{rank}"
+
+
+def _own_store(prefix: str) -> Store:
+    """A connection of its own to the process group's store: the main thread may wait long on the shared one."""
+    from torch.distributed import distributed_c10d
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+    return PrefixStore(prefix, store)

@@ -1,0 +1,220 @@
+"""AsyncCheckpoint: the files of a ModelCheckpoint, written while training goes on."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+from fabricamp import Callback, CheckpointError
+from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, async_checkpoint
+from fabricamp.checkpoint import read_checkpoint, write_checkpoint
+from fabricamp.state import Stage
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+class Disk:
+    """Stands for ``write_checkpoint``: waits until it is told to go on, counts, and fails where asked to."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.writing = threading.Event()
+        self.at_once = 0
+        self.most_at_once = 0
+        self.failure = None
+
+    def __call__(self, path, state):
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.writing.set()
+        assert self.go.wait(30)
+        try:
+            if self.failure:
+                raise self.failure
+            write_checkpoint(path, state)
+        finally:
+            self.at_once -= 1
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    one = Disk()
+    monkeypatch.setattr(async_checkpoint, "write_checkpoint", one)
+    return one
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_the_files_are_the_same_bit_for_bit(tmp_path, precision):
+    """Both write the same path, one run after the other: their states name their files."""
+    folder, contents = tmp_path / "files", []
+    for kind in (ModelCheckpoint, AsyncCheckpoint):
+        # One key for both: it is in the file.
+        named = type("Named", (kind,), {"state_key": "checkpoint"})
+        checkpoint = named(folder, every="2 steps, 1 epoch", save_top_k=-1, monitor="step", filename="{step}")
+        trainer = quiet_trainer(max_epochs=2, precision=precision, enable_checkpointing=True, callbacks=checkpoint)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            trainer.fit(Classifier(), loader(12))
+        contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
+        for file in folder.iterdir():
+            file.unlink()
+    assert sorted(contents[0]) == [f"step={step}.ckpt" for step in (2, 3, 4, 6)]
+    assert contents[0] == contents[1]
+
+
+def test_training_goes_on_while_the_file_is_written(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(checkpoint).start()
+    for _ in range(3):
+        trainer.step()
+    assert disk.writing.wait(30)
+    assert not folder.exists()
+    assert checkpoint.best_model_path == "", "published after the write"
+    disk.go.set()
+    checkpoint._writer._thread.join()
+    trainer.step()
+    checkpoint.on_train_end(trainer, None)
+    assert names(folder) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    assert checkpoint.best_model_path == str(folder / "epoch=0-step=4.ckpt")
+
+
+def test_what_was_written_is_published_at_the_next_step(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=5)
+    trainer = make_trainer(checkpoint).start()
+    disk.go.set()
+    for _ in range(5):
+        trainer.step()
+    checkpoint._writer._thread.join()
+    trainer.step()
+    assert checkpoint.best_model_path == str(folder / "epoch=0-step=5.ckpt")
+
+
+def test_one_is_in_flight_at_most_and_the_end_waits(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    trainer = make_trainer(checkpoint).start()
+    threading.Timer(0.2, disk.go.set).start()
+    for _ in range(4):
+        trainer.step()
+    checkpoint.on_train_end(trainer, None)
+    assert disk.most_at_once == 1
+    assert names(folder) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    assert read_checkpoint(folder / "last.ckpt")["global_step"] == 4
+
+
+@pytest.mark.parametrize("failure", [CheckpointError("cannot write: quota"), MemoryError("quota")])
+def test_a_failure_surfaces_at_the_next_step_and_the_old_files_stay(make_trainer, folder, disk, failure):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(checkpoint).start()
+    disk.go.set()
+    for _ in range(2):
+        trainer.step()
+    checkpoint._writer._thread.join()
+    trainer.step()
+    good = checkpoint.best_model_path
+    disk.failure = failure
+    trainer.step()
+    checkpoint._writer._thread.join()
+    with pytest.raises(CheckpointError, match="quota"):
+        trainer.step()
+    assert names(folder) == ["epoch=0-step=2.ckpt"]
+    assert checkpoint.best_model_path == good
+
+
+def test_a_failure_of_the_last_write_is_raised_by_the_end_of_training(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=1)
+    trainer = make_trainer(checkpoint).start()
+    disk.failure = CheckpointError("quota")
+    disk.go.set()
+    trainer.step()
+    with pytest.raises(CheckpointError, match="quota"):
+        checkpoint.on_train_end(trainer, None)
+
+
+def test_whatever_ends_training_lets_the_write_come_to_its_end(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=1)
+    trainer = make_trainer(checkpoint).start()
+    threading.Timer(0.2, disk.go.set).start()
+    trainer.step()
+    trainer.interrupt(ValueError("of the user"))
+    assert names(folder) == ["epoch=0-step=1.ckpt"]
+    assert checkpoint.best_model_path.endswith("step=1.ckpt")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_disk(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=1)
+    trainer = make_trainer(checkpoint).start()
+    trainer.step()
+    trainer.state.stage = Stage.IDLE  # as the Trainer leaves it in the middle of anything
+    trainer.interrupt()
+    assert not folder.exists()
+    disk.go.set()
+
+
+def test_ctrl_c_saves_what_the_write_in_flight_did_not(make_trainer, folder, disk):
+    checkpoint = AsyncCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(checkpoint).start()
+    disk.go.set()
+    disk.failure = CheckpointError("quota")
+    for _ in range(2):
+        trainer.step()
+    checkpoint._writer._thread.join()
+    with pytest.warns(RuntimeWarning, match="quota"):
+        trainer.interrupt()
+    assert read_checkpoint(checkpoint.last_model_path)["global_step"] == 2
+
+
+def test_it_travels_to_workers(folder):
+    assert pickle.loads(pickle.dumps(AsyncCheckpoint(folder))).dirpath == str(folder)
+
+
+class Disturbs(Callback):
+    """Writes into the weights right after the checkpoint was asked for."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2:
+            with torch.no_grad():
+                module.net[0].bias.fill_(7.0)
+
+
+def test_ranks_save_and_agree(tmp_path):
+    def work():
+        checkpoint = AsyncCheckpoint(tmp_path, every="2 steps", save_last=True, save_top_k=-1, monitor="step")
+        trainer = quiet_trainer(
+            max_epochs=2, strategy="ddp", devices="auto", enable_checkpointing=True, callbacks=[Disturbs(), checkpoint]
+        )
+        trainer.fit(Classifier(), loader(32))
+        return checkpoint.last_model_path, checkpoint.best_model_path, checkpoint.state_dict()
+
+    one, other = run_ranks(work, 2, backend=None)
+    assert one == other
+    assert names(tmp_path) == sorted(
+        [*(f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 2), (0, 4), (1, 6), (1, 8))), "last.ckpt"]
+    )
+    assert not torch.equal(
+        read_checkpoint(tmp_path / "epoch=0-step=2.ckpt")["state_dict"]["net.0.bias"], torch.full((16,), 7.0)
+    )
+    assert read_checkpoint(one[0])["global_step"] == 8
+
+
+def test_a_failure_on_rank_0_ends_every_rank(tmp_path):
+    def work():
+        def refuse(path, state):
+            raise CheckpointError("quota")
+
+        async_checkpoint.write_checkpoint = refuse
+        checkpoint = AsyncCheckpoint(tmp_path, every="2 steps")
+        trainer = quiet_trainer(
+            max_steps=2, strategy="ddp", devices="auto", enable_checkpointing=True, callbacks=checkpoint
+        )
+        with pytest.raises(CheckpointError, match="quota"):
+            trainer.fit(Classifier(), loader(32))
+        return True
+
+    assert run_ranks(work, 2, backend=None) == [True, True]

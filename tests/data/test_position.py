@@ -1,0 +1,217 @@
+"""Places in loaders: a pass goes on from anywhere, whoever was there, without reading what lies before."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from fabricamp.data import CombinedLoader, Feed, set_epoch, wire_loader
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.rng import isolate_rng
+
+
+class Numbers(Dataset):
+    """Gives its indices; keeps which were read."""
+
+    def __init__(self, size):
+        self.size, self.read = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class Noise(Numbers):
+    """Gives what Python, NumPy and torch draw."""
+
+    def __getitem__(self, index):
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def wired(loader, *, rank=0, world_size=1, epoch=0, **options):
+    loader = wire_loader(loader, train=True, rank=rank, world_size=world_size, seed=3, **options)
+    set_epoch(loader, epoch)
+    return loader
+
+
+def plain(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return [plain(value) for value in batch] if isinstance(batch, list) else batch
+
+
+def taken(feed, count):
+    batches = iter(feed)
+    return [plain(next(batches)) for _ in range(count)]
+
+
+def resumed(make, count):
+    """What a pass over a new loader gives that begins where ``count`` batches were taken of another."""
+    first = Feed(make())
+    taken(first, count)
+    state = first.state_dict(count)
+    first.close()
+    feed = Feed(make())
+    behind = feed.load_state_dict(state)
+    return behind, [plain(batch) for batch in feed.behind(behind)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    mode=st.sampled_from(["max_size_cycle", "max_size", "min_size", "sequential"]),
+    share=st.floats(0, 1),
+    own=st.booleans(),
+)
+def test_several_loaders_go_on_from_anywhere(sizes, mode, share, own):
+    def make():
+        members = [DataLoader(Numbers(size), 2, shuffle=True) for size in sizes]
+        if own:  # one that has to be read past
+            members[0] = [[-1, index] for index in range(sizes[0])]
+        return wired(CombinedLoader(dict(enumerate(members)), mode), epoch=2)
+
+    straight = [plain(batch) for batch in Feed(make())]
+    count = max(1, int(share * (len(straight) - 1)))
+    if count < len(straight):
+        assert resumed(make, count) == (count, straight[count:])
+
+
+def test_several_loaders_are_not_read_past():
+    datasets = []
+
+    def make():
+        datasets.append((Numbers(40), Numbers(6)))
+        return wired(CombinedLoader([DataLoader(dataset, 2, shuffle=True) for dataset in datasets[-1]]))
+
+    behind, batches = resumed(make, 17)
+    assert (behind, len(batches)) == (17, 3)
+    assert [len(dataset.read) for dataset in datasets[1]] == [6, 6]
+
+
+@pytest.mark.parametrize(("batch", "ranks", "behind"), [(2, 1, 6), (3, 2, 2), (4, 1, 3), (5, 1, 2), (12, 2, 0)])
+def test_other_batch_sizes_and_numbers_of_ranks(batch, ranks, behind):
+    """After three batches of two samples on two ranks: the same samples follow, and the epoch ends where it would."""
+    first = Feed(wired(DataLoader(Numbers(40), 2, shuffle=True), world_size=2))
+    taken(first, 3)
+    state = first.state_dict(3)
+    order = [index for batch in Feed(wired(DataLoader(Numbers(40), 1, shuffle=True))) for index in batch.tolist()]
+    shares = []
+    for rank in range(ranks):
+        loader = wired(DataLoader(Numbers(40), batch, shuffle=True), rank=rank, world_size=ranks)
+        feed = Feed(loader)
+        assert feed.load_state_dict(state) == behind
+        batches = [one.tolist() for one in feed.behind(behind)]
+        assert behind + len(batches) == len(loader)
+        shares.append([index for one in batches for index in one])
+    assert [index for places in zip(*shares, strict=True) for index in places][:28] == order[12:]
+
+
+def test_between_two_passes_the_next_one_begins():
+    def make():
+        return wired(DataLoader(Numbers(6), 2))
+
+    feed = Feed(make())
+    list(feed)
+    again = Feed(make())
+    assert again.load_state_dict(feed.state_dict(0)) == 0
+    assert len(list(again.behind(0))) == 3
+
+
+def test_behind_the_last_batch_there_is_nothing_left():
+    feed = Feed(wired(DataLoader(Numbers(6), 2)))
+    batches = feed.behind(0)
+    for _ in range(3):
+        next(batches)
+    state = feed.state_dict(3)
+    again = Feed(wired(DataLoader(Numbers(6), 2)))
+    assert again.load_state_dict(state) == 3
+    assert again.last
+    assert list(again.behind(3)) == []
+    assert len(list(again.behind(0))) == 3
+
+
+def test_a_state_of_other_loaders_is_refused():
+    feed = Feed(wired(CombinedLoader([[1, 2], [3, 4]])))
+    taken(feed, 1)
+    with pytest.raises(CheckpointError, match="2 loaders, and this run has 1"):
+        Feed([1, 2]).load_state_dict(feed.state_dict(1))
+
+
+def test_a_stream_in_workers_is_read_past():
+    """Its copies there have positions that nobody knows; but their random numbers are the same from the beginning on."""
+
+    class Draws(IterableDataset):
+        def __iter__(self):
+            return iter([torch.rand(()) for _ in range(6)])
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    def make():
+        return DataLoader(Draws(), 1, num_workers=1)
+
+    with isolate_rng():
+        torch.manual_seed(1)
+        straight = [plain(batch) for batch in Feed(make())]
+        torch.manual_seed(1)
+        feed = Feed(make())
+        taken(feed, 2)
+        state = feed.state_dict(2)
+        feed.close()
+        torch.manual_seed(9)
+        before = torch.get_rng_state()
+        again = Feed(make())
+        assert again.read_past == ["DataLoader"]
+        assert [plain(batch) for batch in again.behind(again.load_state_dict(state))] == straight[2:]
+        assert torch.equal(torch.get_rng_state(), before), "a resumed pass draws what was drawn before, not anew"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_has_its_own_random_numbers(workers):
+    def read(epoch, **options):
+        loader = DataLoader(Noise(6), 3, num_workers=workers, collate_fn=list)
+        return [sample for batch in wired(loader, epoch=epoch, per_sample_seed=True, **options) for sample in batch]
+
+    with isolate_rng():
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        first = read(1)
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+        assert workers or torch.equal(torch.get_rng_state(), before[0]) is False, "torch draws a seed for each pass"
+        torch.manual_seed(5)
+        random.seed(5)
+        assert read(1) == first
+        assert read(2) != first
+        # Whichever rank reads a sample.
+        assert read(1, rank=1, world_size=2) == first[1::2]
+    assert len({tuple(sample) for sample in first}) == 6
+
+
+def test_seeds_of_samples_reach_the_dataset_behind():
+    dataset = Numbers(4)
+    dataset.classes = ["a", "b"]
+    loader = wired(DataLoader(dataset, 2, shuffle=True), per_sample_seed=True)
+    assert loader.dataset.classes == ["a", "b"]
+    assert loader.dataset.dataset is dataset
+    assert sorted(index for batch in loader for index in batch.tolist()) == [0, 1, 2, 3]
+    with pytest.raises(AttributeError):
+        loader.dataset.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("loader", [[1, 2], DataLoader(Numbers(4), sampler=[2, 1])])
+def test_seeds_of_samples_need_indices(loader):
+    with pytest.raises(ConfigError, match="per_sample_seed=True seeds the samples of a dataset with indices"):
+        wired(loader, per_sample_seed=True)

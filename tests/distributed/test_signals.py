@@ -1,0 +1,288 @@
+"""SIGTERM and SIGUSR1 on any rank: all save at the same step and exit with 143, in validation and in a wait for data too."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fabricamp import Callback
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.strategies import DDP
+from tests.distributed.scripts import end, finish, start, wait_for_line
+from tests.kill.attempts import attempt, import_everything
+from tests.small import Classifier, data, loader, quiet_trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    import_everything(tmp_path_factory.mktemp("warm"))
+
+
+class Slow:
+    """A data set one sample of which takes long; rank 1 is told to end while it waits for it."""
+
+    def __init__(self, ask, number):
+        self._data = data(64)
+        self._ask = ask
+        self._number = number
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, index):
+        if index == self._number:
+            threading.Timer(0.3, self._ask).start()
+            time.sleep(1.5)
+        return self._data[index]
+
+
+class Asked(Classifier):
+    """Sends itself a signal at a step or in a validation batch, and notes where it is."""
+
+    def __init__(self, where, ask, folder):
+        super().__init__()
+        self.where, self.ask, self.folder = where, ask, folder
+
+    def note(self, word):
+        with (self.folder / f"attempt-progress-{self.global_rank}").open("a") as file:
+            file.write(f"{word}\n")
+
+    def training_step(self, batch, batch_idx):
+        self.note("t")
+        time.sleep(0.01)
+        if self.where == "training" and self.global_step == 5:
+            self.ask()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.note("v")
+        time.sleep(0.005)
+        if self.where == "validating" and batch_idx == 20:
+            self.ask()
+        super().validation_step(batch, batch_idx)
+
+
+def run(folder, where, *, rank=1, number=signal.SIGTERM, group=False, seconds_more=0.0, **variables):
+    """Fits until rank ``rank`` gets the signal."""
+
+    def job(_armed):
+        os.environ.update(variables)
+        own = int(os.environ["RANK"])
+
+        def ask():
+            if own == rank:
+                os.killpg(os.getpgrp(), number) if group else os.kill(os.getpid(), number)
+
+        trainer = quiet_trainer(
+            devices="auto",
+            strategy=DDP(timeout=20),
+            max_epochs=1000,
+            min_epochs=3,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_epochs=1000)],
+            val_check_interval=8,
+            num_sanity_val_steps=0,
+        )
+        training = loader(64, 4)
+        if where == "waiting":
+            training = DataLoader(Slow(ask, 40 + rank), batch_size=4)
+        if where == "workers":
+            training = DataLoader(data(64), batch_size=4, num_workers=1)
+        trainer.fit(Asked("training" if where == "workers" else where, ask, folder), training, loader(1604, 4))
+
+    began = time.monotonic()
+    ended = attempt(job, folder)
+    assert time.monotonic() - began < 20
+    assert ended.codes == [143, 143], ended.failures
+    (file,) = (folder / "checkpoints").rglob("*.ckpt")
+    done = [(folder / f"attempt-progress-{one}").read_text().split() for one in range(2)]
+    steps = torch.load(file, weights_only=True)["global_step"]
+    assert done[0].count("t") == done[1].count("t") == steps
+    return steps, [one.count("v") for one in done]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_training(tmp_path, rank):
+    steps, _ = run(tmp_path, "training", rank=rank)
+    assert 6 <= steps < 60
+
+
+def test_in_validation_of_unequal_length(tmp_path):
+    steps, batches = run(tmp_path, "validating")
+    assert steps == 8
+    assert 20 < batches[0] == batches[1] < 100
+
+
+def test_in_a_validation_that_is_over_for_another_rank(tmp_path):
+    """The rank that had no batch left learns that the validation is not whole, and calls no hook of its end."""
+    batch = next(iter(loader(4, 4)))
+
+    class Ends(Callback):
+        def on_validation_end(self, trainer, module):
+            (tmp_path / f"attempt-ended-{trainer.global_rank}").touch()
+
+    class Net(Classifier):
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.3 if batch_idx > 40 else 0.001)
+            if batch_idx == 42:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def job(_armed):
+        checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1000)
+        options = {"devices": "auto", "strategy": DDP(timeout=20), "num_sanity_val_steps": 0, "max_epochs": 2}
+        trainer = quiet_trainer(**options, callbacks=[checkpoint, Ends()], enable_checkpointing=True)
+        trainer.fit(Net(), loader(32, 4), [batch] * (41 + 9 * int(os.environ["RANK"])))
+
+    ended = attempt(job, tmp_path)
+    assert ended.codes == [143, 143], ended.failures
+    assert list(tmp_path.glob("attempt-ended-*")) == []
+    (file,) = (tmp_path / "checkpoints").iterdir()
+    assert torch.load(file, weights_only=True)["global_step"] == 4
+
+
+def test_a_validation_that_was_cut_is_run_again(tmp_path):
+    """At the end of an epoch: the run that goes on begins with it, and ends the epoch only then."""
+
+    class Net(Classifier):
+        def __init__(self, *, ask):
+            super().__init__()
+            self.ask, self.seen = ask, []
+
+        def on_validation_start(self):
+            self.seen.append(f"validation at {self.global_step}")
+
+        def validation_step(self, batch, batch_idx):
+            if self.ask and self.current_epoch == 1 and batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().validation_step(batch, batch_idx)
+
+        def on_validation_end(self):
+            self.seen.append(f"whole {float(self.trainer.callback_metrics['val_loss']):.6f}")
+
+        def on_train_epoch_start(self):
+            self.seen.append(f"epoch {self.current_epoch}")
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+    def fit(folder, *, ask=False):
+        module = Net(ask=ask)
+        checkpoint = ModelCheckpoint(tmp_path / folder, every_n_epochs=1000)
+        trainer = quiet_trainer(max_epochs=3, num_sanity_val_steps=0, enable_checkpointing=True, callbacks=[checkpoint])
+        trainer.fit(module, loader(16, 4), loader(16, 4), ckpt_path="auto")
+        return trainer.global_step, module
+
+    _, straight = fit("straight")
+    step, cut = fit("cut", ask=True)
+    assert step == 8
+    assert cut.seen == straight.seen[:5]  # up to the start of the second validation
+    step, resumed = fit("cut")
+    assert step == 12
+    assert [line for line in resumed.seen if line != "epoch 1"] == straight.seen[4:]
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_in_a_wait_for_data(tmp_path):
+    # Batch 5 of each rank is late: the other one waits for its gradients.
+    steps, _ = run(tmp_path, "waiting")
+    assert steps == 6
+
+
+def test_to_the_whole_process_group_with_loader_workers(tmp_path):
+    steps, _ = run(tmp_path, "workers", group=True)
+    assert 6 <= steps < 60
+
+
+FAKE = """#!/bin/sh
+echo "$@" >> {calls}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "said"),
+    [
+        ({"SLURM_JOB_ID": "4711"}, 0, "job 4711 is requeued"),
+        (
+            {"SLURM_JOB_ID": "4712", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"},
+            0,
+            "job 4711_3 is requeued",
+        ),
+        ({"SLURM_JOB_ID": "4711"}, 1, "job 4711 is not requeued: scontrol ended with exit code 1"),
+    ],
+)
+def test_sigusr1_requeues_the_job(tmp_path, capfd, job, code, said):
+    calls, folder = tmp_path / "calls", tmp_path / "bin"
+    folder.mkdir()
+    command = folder / "scontrol"
+    command.write_text(FAKE.format(calls=calls, code=code))
+    command.chmod(command.stat().st_mode | stat.S_IEXEC)
+    run(tmp_path / "run", "training", number=signal.SIGUSR1, PATH=f"{folder}:{os.environ['PATH']}", **job)
+    name = said.split()[1]
+    assert calls.read_text() == f"requeue {name}\n"
+    assert f"fabricamp: {said}\n" in capfd.readouterr().out
+
+
+def test_sigterm_requeues_nothing_and_without_scontrol_it_is_said(tmp_path, capfd):
+    run(tmp_path / "a", "training", PATH="/nowhere", SLURM_JOB_ID="4711")
+    assert "requeued" not in capfd.readouterr().out
+    run(tmp_path / "b", "training", number=signal.SIGUSR1, PATH="/nowhere", SLURM_JOB_ID="4711")
+    assert "job 4711 is not requeued: there is no scontrol on the PATH" in capfd.readouterr().out
+
+
+SCRIPT = """
+import json, os, signal, sys
+from fabricamp import Trainer
+from tests.small import Classifier, loader
+
+class Net(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            with open("progress", "a") as file:
+                file.write("step\\n")
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=10**6, logger=False, enable_progress_bar="bar" in sys.argv,
+                      enable_model_summary=False, start_method=sys.argv[1])
+    trainer.fit(Net(), loader(64, 4))
+    print("after", flush=True)
+"""
+
+
+def test_sigterm_to_the_starter_and_its_sudden_death(tmp_path):
+    """The starter passes SIGTERM on and exits when all have saved; workers whose starter is killed are killed too."""
+    runs = {}
+    for name, method in (("asked", "script"), ("killed", "spawn")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        runs[name] = (start(folder, "train.py", method, "bar"), folder)
+    try:
+        for process, folder in runs.values():
+            wait_for_line(folder / "progress", 5, process=process)
+        asked, folder = runs["asked"]
+        asked.send_signal(signal.SIGTERM)
+        code, out, err = finish(asked, timeout=30)
+        assert code == 143, (out, err)
+        assert "after" not in out
+        assert "Traceback" not in err
+        steps = len((folder / "progress").read_text().split())
+        said = re.search(rf"Ended by SIGTERM at step {steps}; checkpoint: (.*\.ckpt)\n", out)
+        assert torch.load(said[1], weights_only=True)["global_step"] == steps
+        killed, folder = runs["killed"]
+        killed.kill()
+        finish(killed, timeout=10)  # its workers hold its pipes open as long as they live
+    finally:
+        for process, _ in runs.values():
+            end(process)

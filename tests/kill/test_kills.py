@@ -1,0 +1,154 @@
+"""A rank is killed with SIGKILL again and again, and the job restarted: in the end its weights are those of a straight run."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+from fabricamp import seed_everything
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.checkpoint import PARTIAL_SUFFIX, read_checkpoint
+from fabricamp.strategies import DDP
+from tests.kill.attempts import WORLD_SIZE, Kill, attempt, draw, import_everything
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Noisy(Classifier):
+    """Draws random numbers, validates, and has statistics that are no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+        self.net.append(torch.nn.Dropout(0.2))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+def job_in(folder):
+    """Trains 24 steps of 3 epochs, saves 12 times and validates 6 times; leaves its weights where it comes to its end."""
+
+    def job(armed):
+        seed_everything(7, verbose=False)
+        checkpoint = ModelCheckpoint(
+            folder / "checkpoints", monitor="val_loss", save_top_k=2, every_n_train_steps=2, save_last=True
+        )
+        trainer = quiet_trainer(
+            devices="auto",
+            strategy=DDP(timeout=60),
+            max_epochs=3,
+            enable_checkpointing=True,
+            val_check_interval=4,
+            num_sanity_val_steps=0,
+            callbacks=[checkpoint, armed],
+            default_root_dir=folder,
+        )
+        module = Noisy()
+        trainer.fit(module, loader(32, 2, shuffle=True), loader(12, 2), ckpt_path="auto")
+        if trainer.is_global_zero:
+            torch.save([module.state_dict(), trainer.optimizers[0].state_dict()], folder / "attempt-weights")
+
+    return job
+
+
+def check_files(folder):
+    """Every file loads, or its name says that it is not one."""
+    for file in (folder / "checkpoints").rglob("*"):
+        if not (file.name.startswith(".") and file.name.endswith(PARTIAL_SUFFIX)):
+            assert read_checkpoint(file)["global_step"] > 0, file
+
+
+def outcome(folder):
+    return torch.load(folder / "attempt-weights", weights_only=True)
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def straight(folder):
+    """What a run that nobody kills ends with, and how much of it there is to kill at."""
+    import_everything(folder / "warm")
+    assert attempt(job_in(folder), folder).finished
+    spans = [json.loads((folder / f"attempt-counts-{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    return outcome(folder), spans
+
+
+def survive(folder, number, seed):
+    """Kills ``number`` times, over as many trainings as that takes; returns how often in which phase."""
+    expected, spans = straight(folder / "straight")
+    generator = random.Random(seed)
+    phases = collections.Counter()
+    training = 0
+    while phases.total() < number:
+        here = folder / f"training{training}"
+        kill = draw(generator, spans)
+        ended = attempt(job_in(here), here, kill)
+        check_files(here)
+        if ended.phase:
+            phases[ended.phase] += 1
+            assert not ended.finished
+            continue
+        assert ended.finished, f"{kill}: {ended}"
+        assert same(outcome(here), expected), f"training {training} of seed {seed}"
+        training += 1
+    here = folder / f"training{training}"
+    last = attempt(job_in(here), here)
+    assert last.finished, last
+    assert same(outcome(here), expected)
+    return phases
+
+
+def test_twenty_kills(tmp_path):
+    phases = survive(tmp_path, 20, seed=1)
+    assert {"training", "saving", "rotating", "validating"} & set(phases)
+
+
+def alone_in(folder):
+    """One process that saves three times, so that it rotates: few steps, so that all of its file operations can be tried."""
+
+    def job(armed):
+        seed_everything(7, verbose=False)
+        checkpoint = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)
+        trainer = quiet_trainer(max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, armed])
+        module = Noisy()
+        trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path="auto")
+        torch.save([module.state_dict(), trainer.optimizers[0].state_dict()], folder / "attempt-weights")
+
+    return job
+
+
+def test_a_kill_before_each_operation_on_a_file(tmp_path):
+    import_everything(tmp_path / "warm")
+    straight = tmp_path / "straight"
+    assert attempt(alone_in(straight), straight, world_size=1).finished
+    expected = outcome(straight)
+    number = json.loads((straight / "attempt-counts-0").read_text())["operation"]
+    assert number > 30
+    for when in range(1, number + 1):
+        here = tmp_path / f"operation{when}"
+        killed = attempt(alone_in(here), here, Kill(0, "operation", when), world_size=1)
+        check_files(here)
+        assert killed.phase, f"operation {when} of {number}: {killed}"
+        if when % 5 == 0:
+            assert attempt(alone_in(here), here, world_size=1).finished
+            assert same(outcome(here), expected), when
+        shutil.rmtree(here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_kills(tmp_path):
+    phases = survive(tmp_path, 200, seed=2)
+    print(phases)
+    assert {"training", "saving", "rotating", "validating"} <= set(phases)

@@ -1,0 +1,193 @@
+"""``fit(ckpt_path="auto" | "last" | "best")``: what they find, what they pass over, and that all ranks find the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from fabricamp import CheckpointError, ConfigError
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.loggers import CSVLogger
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+
+def fit(steps, folder=None, *, ckpt_path="auto", callbacks=None, module=None, **options):
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=2)
+    trainer = quiet_trainer(
+        max_steps=steps, max_epochs=-1, enable_checkpointing=True, callbacks=callbacks or checkpoint, **options
+    )
+    module = module or Classifier()
+    trainer.fit(module, loader(32), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def damage(path, *, header=False):
+    """Flips a bit of a tensor, or makes the file unreadable from its beginning."""
+    content = bytearray(path.read_bytes())
+    content[10 if header else len(content) // 2] ^= 16
+    path.write_bytes(content[: len(content) // 3] if header else content)
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
+    _, first = fit(4, tmp_path / "a")
+    assert first.ckpt_path is None
+    _, second = fit(8, tmp_path / "a")
+    assert second.ckpt_path == str(tmp_path / "a" / "epoch=0-step=4.ckpt")
+    module, _ = fit(8, tmp_path / "b")
+    resumed, _ = fit(8, tmp_path / "a")
+    for name, value in module.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value)
+
+
+def test_last_and_best_need_something(tmp_path):
+    for words in ("last", "best"):
+        with pytest.raises(
+            CheckpointError, match=rf"ckpt_path='{words}': no ModelCheckpoint .* has saved one yet.*{tmp_path}"
+        ):
+            fit(4, tmp_path / "none", ckpt_path=words)
+    with pytest.raises(CheckpointError, match="has no ModelCheckpoint"):
+        quiet_trainer(max_epochs=1).fit(Classifier(), loader(4), ckpt_path="last")
+    assert quiet_trainer(max_epochs=1).fit(Classifier(), loader(4), ckpt_path="auto") is None
+    with pytest.raises(ConfigError, match="'auto' is for fit"):
+        quiet_trainer().validate(Classifier(), loader(4), ckpt_path="auto")
+
+
+def test_how_far_a_file_is_it_says_itself(tmp_path):
+    """Clocks jump, and names are the user's."""
+    fit(4, tmp_path)
+    for name, age in (("epoch=0-step=4.ckpt", 10_000), ("epoch=0-step=2.ckpt", 0)):
+        os.utime(tmp_path / name, (2_000_000_000 - age,) * 2)
+    _, resumed = fit(6, tmp_path)
+    assert resumed.ckpt_path.endswith("step=4.ckpt")
+
+
+@pytest.mark.parametrize("word", ["auto", "last"])
+@pytest.mark.parametrize("header", [False, True])
+def test_a_damaged_newest_file_falls_back_to_the_one_before_loudly(tmp_path, caplog, word, header):
+    straight, _ = fit(8, tmp_path / "straight")
+    fit(6, tmp_path / "cut")
+    damage(tmp_path / "cut" / "epoch=0-step=6.ckpt", header=header)
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        resumed, trainer = fit(8, tmp_path / "cut", ckpt_path=word)
+    assert trainer.ckpt_path == str(tmp_path / "cut" / "epoch=0-step=4.ckpt")
+    assert any("passed over" in one.getMessage() and "step=6.ckpt" in one.getMessage() for one in caplog.records)
+    for name, value in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value)
+
+
+def test_where_all_are_damaged_nothing_starts_anew_by_itself(tmp_path):
+    fit(4, tmp_path)
+    for name in names(tmp_path):
+        damage(tmp_path / name)
+    with pytest.raises(
+        CheckpointError, match=r"none of 2 checkpoints can be read.*step=4\.ckpt.*step=2\.ckpt.*start anew"
+    ):
+        fit(8, tmp_path)
+
+
+def test_a_given_path_never_falls_back(tmp_path):
+    fit(4, tmp_path)
+    damage(tmp_path / "epoch=0-step=4.ckpt")
+    with pytest.raises(CheckpointError, match=r"step=4\.ckpt is damaged.*use an older one"):
+        fit(8, tmp_path, ckpt_path=tmp_path / "epoch=0-step=4.ckpt")
+
+
+def test_files_of_weights_alone_are_not_gone_on_from_while_there_are_others(tmp_path):
+    whole = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="whole-{step}")
+    weights = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="weights-{step}", save_weights_only=True)
+    fit(3, callbacks=[whole, weights])
+    _, resumed = fit(6, tmp_path)
+    assert resumed.ckpt_path.endswith("whole-step=2.ckpt")
+    for name in names(tmp_path):
+        if not name.startswith("weights"):
+            (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        fit(6, tmp_path)
+
+
+def test_partial_and_hidden_files_are_ignored_by_name(tmp_path):
+    fit(2, tmp_path)
+    (tmp_path / ".0123456789abcdef.ckpt.partial").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("")
+    assert fit(4, tmp_path)[1].ckpt_path.endswith("step=2.ckpt")
+
+
+def test_names_with_folders_are_found(tmp_path):
+    def checkpoint():
+        return ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="at-{epoch}/{step}")
+
+    fit(2, callbacks=checkpoint())
+    assert fit(4, callbacks=checkpoint())[1].ckpt_path == str(tmp_path / "at-epoch=0" / "step=2.ckpt")
+
+
+def test_without_a_folder_of_its_own_the_newest_run_that_has_a_file_is_gone_on_from(tmp_path):
+    def run(steps, **options):
+        return fit(steps, logger=CSVLogger(tmp_path, "run"), default_root_dir=tmp_path, **options)[1]
+
+    assert run(2).ckpt_path is None
+    assert run(4).ckpt_path == str(tmp_path / "run" / "version_0" / "checkpoints" / "epoch=0-step=2.ckpt")
+    assert run(4).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
+    # The third wrote none: it was at its end already.
+    assert run(6).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
+    for name in names(tmp_path / "run" / "version_3" / "checkpoints"):
+        damage(tmp_path / "run" / "version_3" / "checkpoints" / name)
+    assert run(8).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
+
+
+def test_best_is_known_to_another_process(tmp_path):
+    class Scores(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", [3.0, 1.0, 2.0][self.current_epoch])
+
+    def trainer():
+        return quiet_trainer(
+            max_epochs=3,
+            enable_checkpointing=True,
+            callbacks=ModelCheckpoint(tmp_path, "{epoch}", "score", save_last=True),
+        )
+
+    trainer().fit(Scores(), loader(8), loader(4))
+    fresh = trainer()
+    fresh.test(Scores(), loader(4), ckpt_path="best", verbose=False)
+    assert fresh.ckpt_path == str(tmp_path / "epoch=1.ckpt")
+    fresh.test(Scores(), loader(4), ckpt_path="last", verbose=False)
+    assert torch.load(fresh.ckpt_path, weights_only=True)["global_step"] == 6
+
+
+def test_ranks_agree_and_pass_over_the_same(tmp_path):
+    def run(steps, word):
+        _, trainer = fit(steps, tmp_path / "files", ckpt_path=word, strategy="ddp", devices="auto")
+        return trainer.ckpt_path, trainer.global_step
+
+    assert run_ranks(run, 2, 4, "auto", backend=None) == [(None, 4)] * 2
+    damage(tmp_path / "files" / "epoch=0-step=4.ckpt")
+    expected = (str(tmp_path / "files" / "epoch=0-step=2.ckpt"), 6)
+    assert run_ranks(run, 2, 6, "auto", backend=None) == [expected] * 2
+
+
+def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
+    fit(2, tmp_path)
+
+    def run():
+        import importlib
+
+        fitting = importlib.import_module("fabricamp.checkpoint.fitting")
+
+        def refuse(path):
+            raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
+
+        if os.environ["RANK"] == "1":
+            fitting.read_checkpoint = refuse
+        with pytest.raises(CheckpointError, match="Stale file handle"):
+            fit(4, tmp_path, strategy="ddp", devices="auto")
+        return True
+
+    assert run_ranks(run, 2, backend=None) == [True, True]

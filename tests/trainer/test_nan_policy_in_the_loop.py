@@ -1,0 +1,323 @@
+"""``nan_policy`` through the real loop: how a run ends, what it leaves, and what it says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fabricamp import Callback, NonFiniteError, OptLevel
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.errors import ConfigError
+from fabricamp.optimizers import FusedAdam
+from fabricamp.state import NON_FINITE
+from tests.small import Classifier, loader, quiet_trainer
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5", "64-true"]
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-4, fused=True),
+    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.02, eps=1e-4),
+}
+
+
+def small_scale(level):
+    """The level with a scale that does not overflow by itself."""
+    return OptLevel(level, max_loss_scale=2.0**8) if level in ("O1", "O2") else level
+
+
+class Spoils(Callback):
+    """Makes one gradient of some windows nan, and keeps what the weights are before each window."""
+
+    def __init__(self, *windows, name="net.2.bias"):
+        self.windows, self.name = windows, name
+        self.weights = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        updated = [p.detach().clone() for group in trainer.optimizers[0].param_groups for p in group["params"]]
+        self.weights.setdefault(trainer.global_step, updated)
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step in self.windows:
+            dict(module.named_parameters())[self.name].grad[0] = float("nan")
+
+
+class Task(Classifier):
+    def __init__(self, optimizer="sgd", schedule=False):
+        super().__init__()
+        self.optimizer, self.schedule = optimizer, schedule
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        if not self.schedule:
+            return optimizer
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def weights(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def equal(some, others):
+    """Whether they are equal in the narrower dtype of each two."""
+    some, others = list(some), list(others)
+    dtypes = [
+        min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize) for one, other in zip(some, others, strict=True)
+    ]
+    some, others = (
+        [one.detach().to(dtype) for one, dtype in zip(each, dtypes, strict=True)] for each in (some, others)
+    )
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_stop_leaves_the_state_before_the_first_bad_step(level, optimizer, accumulate, caplog):
+    spoils, module = Spoils(3), Task(optimizer)
+    checkpoint = ModelCheckpoint()
+    trainer = quiet_trainer(
+        precision=small_scale(level),
+        nan_policy="stop",
+        max_epochs=9,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=True,
+        callbacks=[spoils, checkpoint],
+        gradient_clip_val=0.5,
+    )
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer.fit(module, loader(96))
+    assert (trainer.global_step, trainer.skipped_steps, trainer.state.stop_reason) == (6, 3, NON_FINITE)
+    before = spoils.weights[3]
+    kept = torch.load(checkpoint.last_model_path, weights_only=True)
+    assert kept["global_step"] == 6
+    assert equal(module.parameters(), before)
+    assert equal(kept["state_dict"].values(), before)
+    steps = [int(one["step"]) for one in kept["optimizer_states"][0]["state"].values() if "step" in one]
+    assert steps == ([3] * 4 if optimizer != "sgd" else [])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "fabricamp: training stopped at step 6: the gradients of net.2.bias were not finite at step 3"
+    )
+    assert said.endswith(f"checkpoint: {checkpoint.last_model_path}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_raise_names_parameter_loss_step_and_scale(level, optimizer):
+    module = Task(optimizer)
+    trainer = quiet_trainer(
+        precision=small_scale(level), nan_policy="raise", max_epochs=2, callbacks=[Spoils(2, name="net.0.weight")]
+    )
+    with pytest.raises(
+        NonFiniteError, match=r"of net.0.weight were not finite at step 2 \(loss \d\.\d+, loss scale "
+    ) as error:
+        trainer.fit(module, loader(96))
+    assert ("256" if level in ("O1", "O2") else "loss scale 1)") in str(error.value)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("policy", ["stop", "raise"])
+@pytest.mark.parametrize("spoiled", [6, 7])
+def test_an_overflow_in_the_last_two_windows_counts(policy, spoiled):
+    checkpoint, spoils = ModelCheckpoint(every_n_train_steps=100), Spoils(spoiled)
+    trainer = quiet_trainer(nan_policy=policy, max_epochs=1, enable_checkpointing=True, callbacks=[spoils, checkpoint])
+    module = Task()
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match=f"at step {spoiled} "):
+            trainer.fit(module, loader(32))
+    else:
+        trainer.fit(module, loader(32))
+        assert trainer.state.stop_reason == NON_FINITE
+        kept = torch.load(checkpoint.last_model_path, weights_only=True)
+        assert equal(kept["state_dict"].values(), spoils.weights[spoiled])
+    assert equal(module.parameters(), spoils.weights[spoiled])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_policy_changes_no_number_of_a_finite_run(level):
+    seen = []
+    for policy in (None, "stop", "raise"):
+        module = Task(schedule=True)
+        trainer = quiet_trainer(
+            precision=small_scale(level), nan_policy=policy, max_epochs=2, gradient_clip_val=0.3, callbacks=[Spoils()]
+        )
+        trainer.fit(module, loader(48))
+        seen.append([*weights(module), torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])])
+    assert equal(seen[0], seen[1])
+    assert equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_stopped_run_goes_on_from_its_checkpoint(level):
+    def fit(callbacks, path=None):
+        module = Task("FusedAdam", schedule=True)
+        trainer = quiet_trainer(
+            precision=small_scale(level),
+            nan_policy="stop",
+            max_epochs=2,
+            enable_checkpointing=True,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, loader(48), ckpt_path=path)
+        return trainer, module
+
+    first = ModelCheckpoint(dirpath="first")
+    fit([first, Spoils(3)])
+    spoils = Spoils()
+    trainer, module = fit([ModelCheckpoint(dirpath="second"), spoils], first.last_model_path)
+    assert (trainer.global_step, trainer.state.stop_reason) == (24, "")
+    assert not equal(spoils.weights[6], module.parameters())
+    # And a new overflow ends that one too.
+    third = ModelCheckpoint(dirpath="third")
+    trainer, module = fit([third, Spoils(7)], first.last_model_path)
+    assert (trainer.global_step, trainer.state.stop_reason) == (10, NON_FINITE)
+
+
+def test_a_run_killed_before_the_host_knew_stops_where_it_would_have():
+    def fit(**options):
+        module = Task()
+        trainer = quiet_trainer(nan_policy="stop", max_epochs=2, enable_checkpointing=True, **options)
+        return trainer, module
+
+    kept = ModelCheckpoint(dirpath="kept", every_n_train_steps=1, save_top_k=-1)
+    trainer, module = fit(callbacks=[kept, Spoils(3)])
+    trainer.fit(module, loader(48))
+    for step in (4, 5):
+        (path,) = [path for path in map(str, sorted(Path("kept").iterdir())) if f"step={step}" in path]
+        again, twin = fit(callbacks=[ModelCheckpoint(dirpath=f"again{step}")])
+        again.fit(twin, loader(48), ckpt_path=path)
+        assert (again.global_step, again.state.stop_reason) == (6, NON_FINITE)
+        assert equal(module.parameters(), twin.parameters())
+
+
+def test_min_epochs_do_not_keep_a_spoiled_run_alive():
+    trainer = quiet_trainer(nan_policy="stop", max_epochs=9, min_epochs=5, min_steps=40, callbacks=[Spoils(1)])
+    trainer.fit(Task(), loader(32))
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O5"])
+def test_skip_goes_on_without_a_dynamic_scale(level, caplog):
+    spoils, module = Spoils(2), Task()
+    trainer = quiet_trainer(precision=level, nan_policy="skip", max_epochs=1, callbacks=[spoils])
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer.fit(module, loader(32))
+    assert (trainer.global_step, trainer.skipped_steps) == (8, 1)
+    assert equal(spoils.weights[2], spoils.weights[3])
+    assert not equal(spoils.weights[3], spoils.weights[4])
+    assert "1 of the last steps overflowed" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_twenty_skips_at_the_floor_end_the_run(level):
+    scale = OptLevel(level, max_loss_scale=4.0, min_loss_scale=1.0) if level != "O0" else level
+    trainer = quiet_trainer(
+        precision=scale, nan_policy="skip" if level == "O0" else None, max_epochs=9, callbacks=[Spoils(*range(5, 99))]
+    )
+    first = 4 if level != "O0" else 1
+    with pytest.raises(
+        NonFiniteError, match=rf"20 steps in a row .*net.2.bias were not finite at step 5 .*scale {first}\)"
+    ):
+        trainer.fit(Task(), loader(64))
+    # Two windows at 4 and 2, twenty at the floor, two until the host knows.
+    assert trainer.global_step == 5 + (2 if level != "O0" else 0) + 20 + 2
+
+
+class Manual(Task):
+    """Two optimizers in one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(x), y))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [OPTIMIZERS["FusedAdam"](self.net[0].parameters()), OPTIMIZERS["sgd"](self.net[2].parameters())]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_manual_optimization_with_two_optimizers(level):
+    spoils, module = Spoils(2), Manual()
+    trainer = quiet_trainer(precision=small_scale(level), nan_policy="stop", max_epochs=1, callbacks=[spoils])
+    trainer.fit(module, loader(32))
+    assert (trainer.global_step, trainer.state.stop_reason) == (5, NON_FINITE)
+    assert "of net.2.bias were" in trainer.state.stop_explanation
+    after = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert all(torch.isfinite(p).all() for p in after)
+
+
+def test_a_script_that_stops_exits_with_0_and_one_that_raises_does_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        from tests.small import Classifier, loader
+        from tests.trainer.test_nan_policy_in_the_loop import Spoils
+        from fabricamp import Trainer
+        Trainer(accelerator="cpu", devices=1, logger=False, nan_policy=sys.argv[1], callbacks=[Spoils(2)],
+                enable_progress_bar=False, enable_model_summary=False, max_epochs=2).fit(Classifier(), loader(48))
+        """)
+    )
+    root = str(Path(__file__).parents[2])
+    variables = {**os.environ, "PYTHONPATH": root}
+    running = {
+        policy: subprocess.Popen(
+            [sys.executable, str(script), policy], cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True
+        )
+        for policy in ("stop", "raise")
+    }
+    for policy, code in (("stop", 0), ("raise", 1)):
+        _, said = running[policy].communicate(timeout=100)
+        assert running[policy].returncode == code, said
+        assert said.count("net.2.bias were not finite at step 2") == 1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+class LossIsNan(Task):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss * (float("nan") if self.global_step >= 4 else 1.0), on_epoch=True)
+        self.log("rate", float("inf"))
+        return loss
+
+
+def test_without_a_policy_a_logged_loss_is_looked_at_once(caplog):
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        quiet_trainer(max_epochs=2, log_every_n_steps=2).fit(LossIsNan(), loader(32))
+    told = [record.getMessage() for record in caplog.records if "nan_policy" in record.getMessage()]
+    assert [message.split()[1:6] for message in told] == [
+        ["train_loss_step", "is", "nan", "at", "step"],
+        ["train_loss_epoch", "is", "nan", "at", "step"],
+    ]
+    caplog.clear()
+    quiet_trainer(max_epochs=2, log_every_n_steps=2, nan_policy="skip").fit(LossIsNan(), loader(32))
+    assert "train_loss" not in caplog.text
+
+
+def test_wrong_ones_are_refused():
+    with pytest.raises(ConfigError, match="nan_policy='stopped' is not known; did you mean 'stop'"):
+        quiet_trainer(nan_policy="stopped")
+    with pytest.raises(ConfigError, match="nan_policy=True"):
+        quiet_trainer(nan_policy=True)
+
+    class Lbfgs(Task):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ConfigError, match="LBFGS.*nan_policy"):
+        quiet_trainer(nan_policy="stop", max_epochs=1).fit(Lbfgs(), loader(32))
