@@ -61,7 +61,41 @@ def optimizers(result):
     return f"## Optimizers on {result['device']}\n\n{about}\n\n{table(head, rows)}"
 
 
-RENDERERS = {"overhead": overhead, "optimizers": optimizers}
+def end_to_end(result):
+    about = (
+        f"GPT-2-small with a head of its own ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one GPU; medians of\n"
+        "interleaved runs. fabricamp: through the Trainer with FusedAdam and everything on (bar, TensorBoard, checkpoints,\n"
+        "one `self.log`). All share one network, which returns its loss. The last column is the speed over torch's autocast fp16."
+    )
+    parts = [f"## End to end on {result['device']}"]
+    if result["rows"]:
+        parts += [about, table(["run", "GPU ms", "wall ms", "goal", "GiB", "goal", "speed"], steps(result["rows"]))]
+    if result.get("curves"):
+        parts.append(learning(result["curves"]))
+    return "\n\n".join(parts)
+
+
+def steps(rows):
+    (mixed,) = (row["wall_ms"] for row in rows if row["run"].startswith("torch autocast fp16"))
+    columns = {"gpu_ms": "{:.1f}", "wall_ms": "{:.1f}", "goal_ms": "{:.1f}", "peak_gib": "{:.2f}", "goal_gib": "{:.1f}"}
+    cells = [["" if row[name] is None else form.format(row[name]) for name, form in columns.items()] for row in rows]
+    return [[row["run"], *own, f"{mixed / row['wall_ms']:.2f}x"] for row, own in zip(rows, cells, strict=True)]
+
+
+def learning(result):
+    about = (
+        f"Losses (nats a byte) of a small GPT over {result['steps']} steps, with equal batches and, but for the second row, equal\n"
+        "weights at the start: the mean of the last 100 steps, how far it is from torch's fp32 loop, and the largest gap of means\n"
+        "over 100 steps on the way. The second row says what noise is."
+    )
+    rows = [
+        [row["run"], f"{row['final']:.4f}", f"{row['over_fp32']:+.4f}", f"{row['largest_gap']:.4f}"]
+        for row in result["rows"]
+    ]
+    return f"{about}\n\n{table(['run', 'last 100 steps', 'over fp32', 'largest gap'], rows)}"
+
+
+RENDERERS = {"overhead": overhead, "optimizers": optimizers, "end_to_end": end_to_end}
 
 
 def main():

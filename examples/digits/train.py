@@ -33,7 +33,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, or auto: a GPU where there is one")
     parser.add_argument("--max-epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
-    parser.add_argument("--lr", type=float, default=0.2, help="the highest learning rate of the schedule")
+    parser.add_argument("--optimizer", default="torch", help="torch: its SGD, or fused: FusedAdam")
+    parser.add_argument(
+        "--lr", type=float, help="the highest learning rate of the schedule (None: what suits the optimizer)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="runs", help="where logs and checkpoints go")
     return parser.parse_args()
@@ -54,7 +57,8 @@ def main() -> None:
         logger=TensorBoardLogger(options.folder, name="digits"),
         callbacks=[stopwatch],
     )
-    module, data = DigitsClassifier(lr=options.lr), DigitsData(batch_size=options.batch_size)
+    module = DigitsClassifier(lr=options.lr, optimizer=options.optimizer)
+    data = DigitsData(batch_size=options.batch_size)
     trainer.fit(module, datamodule=data)
     steps_per_second = trainer.global_step / stopwatch.seconds
     checkpoint = trainer.checkpoint_callback.best_model_path

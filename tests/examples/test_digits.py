@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.in_process import digits_accuracy
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "digits" / "train.py"
 CONFIG = SCRIPT.with_name("config.yaml")
@@ -54,6 +56,11 @@ def test_two_processes_reach_the_accuracy_and_report_once(precision):
     expect_success(run(SCRIPT, "--precision", precision, "--strategy", "ddp", "--devices", 2).stdout)
 
 
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_the_fused_optimizer_reaches_the_accuracy(precision):
+    assert digits_accuracy(precision, "fused", epochs=10) >= 0.98
+
+
 def test_under_torchrun():
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     expect_success(run(*torchrun, SCRIPT, "--strategy", "ddp", "--precision", "O1").stdout)
@@ -93,6 +100,7 @@ def test_the_config_trains_tests_and_predicts():
         (("--devices", "two"), r"devices='two'"),
         (("--max-epochs", "-3"), r"max_epochs=-3"),
         (("--accelerator", "gpu"), r"accelerator='gpu'"),
+        (("--optimizer", "fuzed", "--devices", 1), r"optimizer='fuzed' is not known; did you mean 'fused'"),
         (("--batch-size", 63, "--devices", 2), r"batch_size=63 cannot be shared by 2 processes"),
     ],
 )

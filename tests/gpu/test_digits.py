@@ -1,4 +1,4 @@
-"""The digits example reaches its accuracy on GPUs: at every opt level on one, and over NCCL on two."""
+"""The digits example reaches its accuracy on GPUs: at every opt level and with both optimizers on one, and over NCCL on two."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.examples.in_process import digits_accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "digits" / "train.py")
@@ -31,10 +33,17 @@ def accuracy(command, folder):
 
 @pytest.mark.gpu
 @one_gpu
+@pytest.mark.parametrize("optimizer", ["torch", "fused"])
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_one_gpu(precision, tmp_path):
-    command = [sys.executable, SCRIPT, "--accelerator", "gpu", "--devices", "1", "--precision", precision]
-    assert accuracy(command, tmp_path) >= 0.98
+def test_one_gpu(precision, optimizer):
+    assert digits_accuracy(precision, optimizer, epochs=20, accelerator="gpu") >= 0.98
+
+
+@pytest.mark.gpu
+@one_gpu
+def test_the_script_on_one_gpu(tmp_path):
+    arguments = ["--accelerator", "gpu", "--devices", "1", "--precision", "O2", "--optimizer", "fused"]
+    assert accuracy([sys.executable, SCRIPT, *arguments], tmp_path) >= 0.98
 
 
 @pytest.mark.gpu2

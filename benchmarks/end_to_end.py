@@ -1,0 +1,399 @@
+"""A whole training step of GPT-2-small through the Trainer, beside loops written by hand in torch: ms a step, peak memory, curves.
+
+    python benchmarks/end_to_end.py [--rounds 3] [--steps 40] [--curves 2000] [--out results.json] [--quick]
+
+GPT-2-small with a head of its own (162 million parameters), 16 windows of 512 tokens, AdamW, gradients clipped at norm 1, one GPU;
+fp32 products in TF32.  All runs share the network of `examples/gpt`, whose forward returns the loss: logits stay what the
+network computes in, and their log-softmax is taken in fp32 (which torch's own cross_entropy does neither under autocast nor on
+half weights).  They share the loader too (pinned memory, copies that do not wait).  The Trainer has everything on: bar, summary,
+TensorBoard, a checkpoint callback that has nothing to save in the measured steps, a `self.log` in each step, a flush every ten.
+
+Runs are interleaved.  GPU ms: the median time between events at the start of each step.  Wall ms: the measured steps together,
+the GPU's work included.  GiB: the most that torch had allocated during these.  Each is the median of the rounds.
+`--curves STEPS`: losses of a small network on the text of `examples/gpt`, beside a hand-written loop in fp32 with torch's AdamW,
+the same weights and the same batches; how far a loop with other initial weights is off says what noise is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.gpt.gpt import BYTES, GPT, SourceText
+from fabricamp import Trainer, TrainingModule, ops
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.optimizers import FusedAdam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WARM_UP = 10
+FLUSH_EVERY = 10
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# ms a step and GiB on the card where they were set, an H200.
+GOALS = {"fabricamp O1": (27.3, 9.3), "fabricamp O2": (23.7, 8.9), "fabricamp O5": (23.7, 8.9)}
+ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
+CURVE_POINTS = 100
+
+
+class Sizes(NamedTuple):
+    """A network and its batches."""
+
+    vocabulary: int
+    context: int
+    layers: int
+    width: int
+    heads: int
+    batch: int
+
+    def network(self, device: torch.device, seed: int = 0) -> GPT:
+        """Made on the device, with weights of its own."""
+        torch.manual_seed(seed)
+        with device:
+            return GPT(self.vocabulary, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
+
+
+# 50257 tokens rounded up to a multiple of 64: rows of logits that start at odd addresses are slow to compute.
+GPT2_SMALL = Sizes(50304, context=512, layers=12, width=768, heads=12, batch=16)
+SMALL = Sizes(BYTES, context=256, layers=3, width=256, heads=4, batch=16)
+TINY = Sizes(BYTES, context=16, layers=1, width=16, heads=2, batch=4)
+
+
+class Setting(NamedTuple):
+    """What all runs share."""
+
+    sizes: Sizes
+    device: torch.device
+    warm_up: int
+    steps: int
+    root: str
+
+    def loader(self) -> DataLoader:
+        """Random tokens, one batch more than there are steps: the last measured step ends where another begins."""
+        generator = torch.Generator().manual_seed(0)
+        shape = ((self.warm_up + self.steps + 1) * self.sizes.batch, self.sizes.context + 1)
+        tokens = torch.randint(self.sizes.vocabulary, shape, generator=generator)
+        return DataLoader(TensorDataset(tokens), batch_size=self.sizes.batch, pin_memory=self.device.type == "cuda")
+
+
+class Result(NamedTuple):
+    """One run; on a CPU without GPU time and memory."""
+
+    gpu_ms: float | None
+    wall_ms: float
+    peak_gib: float | None
+
+
+class Clock:
+    """Is told of every step's start; those after the warm-up are measured."""
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.cuda = setting.device.type == "cuda"
+        self.events = []
+        self.started = 0.0
+        self.count = -1
+        self.result: Result | None = None
+
+    def tick(self):
+        """A step starts."""
+        self.count += 1
+        measured = self.count - self.setting.warm_up
+        if measured < 0:
+            return
+        if measured in (0, self.setting.steps) and self.cuda:
+            torch.cuda.synchronize()
+        if measured == self.setting.steps:
+            self.finish()
+            return
+        if measured == 0:
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            self.started = time.perf_counter()
+        if self.cuda:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    def finish(self):
+        """All measured steps are done."""
+        wall = (time.perf_counter() - self.started) / self.setting.steps * 1e3
+        if not self.cuda:
+            self.result = Result(None, wall, None)
+            return
+        between = [first.elapsed_time(second) for first, second in pairwise(self.events)]
+        self.result = Result(statistics.median(between), wall, torch.cuda.max_memory_allocated() / 2**30)
+
+
+def loss_of(network, windows):
+    return network(windows[:, :-1], windows[:, 1:])
+
+
+def by_hand(
+    setting: Setting,
+    *,
+    weights: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    scaled: bool = False,
+) -> Result:
+    clock, device = Clock(setting), setting.device
+    network = setting.sizes.network(device).to(weights)
+    optimizer = torch.optim.AdamW(network.parameters(), **ADAMW, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+    for batch in setting.loader():
+        clock.tick()
+        windows = batch[0].to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            loss = loss_of(network, windows)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return clock.result
+
+
+class Measured(TrainingModule):
+    """The network as a user's module, with a clock."""
+
+    def __init__(self, network: GPT, clock: Clock):
+        super().__init__()
+        self.network = network
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):  # noqa: D102
+        self.clock.tick()
+        loss = loss_of(self.network, batch[0])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):  # noqa: D102
+        return FusedAdam(self.parameters(), **ADAMW)
+
+
+def through_the_trainer(setting: Setting, *, level: str) -> Result:
+    clock = Clock(setting)
+    trainer = Trainer(
+        accelerator="gpu" if setting.device.type == "cuda" else "cpu",
+        devices=1,
+        precision=level,
+        max_steps=setting.warm_up + setting.steps + 1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=FLUSH_EVERY,
+        default_root_dir=setting.root,
+        callbacks=[ModelCheckpoint(every_n_train_steps=10**9)],
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(Measured(setting.sizes.network(setting.device), clock), setting.loader())
+    return clock.result
+
+
+RUNS: dict[str, Callable[[Setting], Result]] = {
+    "torch fp32 (TF32 products)": by_hand,
+    "torch autocast fp16, GradScaler": partial(by_hand, autocast=torch.float16, scaled=True),
+    "torch autocast bf16": partial(by_hand, autocast=torch.bfloat16),
+    "torch pure bf16, no masters": partial(by_hand, weights=torch.bfloat16),
+    **{f"fabricamp {level}": partial(through_the_trainer, level=level) for level in LEVELS},
+}
+
+
+def free_memory(device: torch.device) -> float:
+    """Lets go of what earlier runs held; returns the MiB of GPU memory that are still allocated."""
+    gc.collect()
+    if device.type == "cpu":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated() / 2**20
+
+
+def measure(setting: Setting, rounds: int) -> list[dict]:
+    results = {name: [] for name in RUNS}
+    for number in range(rounds):
+        for name, run in RUNS.items():
+            left = free_memory(setting.device)
+            results[name].append(run(setting))
+            about = f"{results[name][-1].wall_ms:8.2f} ms, {left:.0f} MiB left by what ran before"
+            print(f"round {number + 1}  {name:34} {about}", file=sys.stderr, flush=True)
+    rows = []
+    for name, found in results.items():
+        columns = zip(Result._fields, zip(*found, strict=True), strict=True)
+        medians = {field: None if None in values else statistics.median(values) for field, values in columns}
+        goal_ms, goal_gib = GOALS.get(name, (None, None)) if setting.sizes is GPT2_SMALL else (None, None)
+        every = [one.wall_ms for one in found]
+        rows.append({"run": name, **medians, "goal_ms": goal_ms, "goal_gib": goal_gib, "wall_ms_of_rounds": every})
+    return rows
+
+
+def cell(value: float | None, form: str = "8.2f") -> str:
+    return format("" if value is None else format(value, form), ">8")
+
+
+def print_rows(rows: list[dict]):
+    print(f"\n{'':34} {'GPU ms':>8} {'wall ms':>8} {'goal':>8} {'GiB':>8} {'goal':>8}")
+    for row in rows:
+        columns = ("gpu_ms", "wall_ms", "goal_ms", "peak_gib", "goal_gib")
+        print(f"{row['run']:34} " + " ".join(cell(row[column]) for column in columns), flush=True)
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------------
+
+
+class Lesson(NamedTuple):
+    """What all runs learn from: batches in an order that is the same for each."""
+
+    sizes: Sizes
+    device: torch.device
+    steps: int
+    batches: list[tuple[torch.Tensor]]
+
+    @classmethod
+    def of(cls, sizes: Sizes, device: torch.device, steps: int) -> Lesson:
+        """From the text of the GPT example."""
+        text = SourceText(context=sizes.context)
+        text.setup("fit")
+        (windows,) = text.train.tensors
+        order = torch.randint(len(windows), (steps, sizes.batch), generator=torch.Generator().manual_seed(0))
+        chosen = windows[order].long()
+        chosen = chosen.pin_memory() if device.type == "cuda" else chosen
+        return cls(sizes, device, steps, [(batch,) for batch in chosen.unbind()])
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Rises over a tenth of the steps, then falls."""
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1e-3, total_steps=self.steps + 1, pct_start=0.1, cycle_momentum=False
+        )
+
+
+def twin(lesson: Lesson, seed: int = 0) -> list[float]:
+    """Losses of a hand-written loop in fp32."""
+    network, losses = lesson.sizes.network(lesson.device, seed), []
+    optimizer = torch.optim.AdamW(network.parameters(), **ADAMW)
+    schedule = lesson.schedule(optimizer)
+    for (windows,) in lesson.batches:
+        loss = loss_of(network, windows.to(lesson.device, non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+class Learner(TrainingModule):
+    """The network as a user's module that remembers its losses."""
+
+    def __init__(self, lesson: Lesson):
+        super().__init__()
+        self.lesson = lesson
+        self.network = lesson.sizes.network(lesson.device)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):  # noqa: D102
+        loss = loss_of(self.network, batch[0])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):  # noqa: D102
+        optimizer = FusedAdam(self.parameters(), **ADAMW)
+        schedule = self.lesson.schedule(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def learnt(lesson: Lesson, level: str) -> list[float]:
+    """Losses of the same run through the Trainer."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(
+        accelerator="gpu" if lesson.device.type == "cuda" else "cpu",
+        devices=1,
+        precision=level,
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        **dict.fromkeys(off, False),
+    )
+    module = Learner(lesson)
+    trainer.fit(module, lesson.batches)
+    return torch.stack(module.losses).tolist()
+
+
+def means(losses: list[float], size: int) -> list[float]:
+    return [statistics.fmean(losses[start : start + size]) for start in range(0, len(losses), size)]
+
+
+def curves(lesson: Lesson) -> list[dict]:
+    """One row a run; ``largest_gap`` is that of means over 100 steps, the first tenth of the run left out."""
+    torch.set_float32_matmul_precision("highest")
+    window = min(100, lesson.steps)
+    runs = {"torch fp32": partial(twin, lesson), "torch fp32, other weights": partial(twin, lesson, seed=1)}
+    runs |= {f"fabricamp {level}": partial(learnt, lesson, level) for level in LEVELS}
+    rows, reference = [], []
+    for name, run in runs.items():
+        losses = run()
+        reference = reference or losses
+        behind = lesson.steps // 10
+        pairs = zip(means(losses[behind:], window), means(reference[behind:], window), strict=True)
+        final, over = statistics.fmean(losses[-window:]), statistics.fmean(reference[-window:])
+        row = {"run": name, "final": final, "over_fp32": final - over, "largest_gap": max(abs(a - b) for a, b in pairs)}
+        print(
+            f"{name:34} last {window} steps {final:.4f} ({final - over:+.4f}), largest gap {row['largest_gap']:.4f}",
+            flush=True,
+        )
+        rows.append({**row, "losses": means(losses, max(1, lesson.steps // CURVE_POINTS))})
+    return rows
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="0: no measurement, only curves")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of a run")
+    parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="also losses over so many steps")
+    parser.add_argument("--out", type=Path, help="write the results as JSON too")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny network, on a CPU too: shows that the script works"
+    )
+    arguments = parser.parse_args(words)
+    if not (torch.cuda.is_available() or arguments.quick):
+        sys.exit("no CUDA GPU here; --quick runs a tiny network on the CPU")
+    logging.getLogger("fabricamp").setLevel(logging.ERROR)  # overflows while the loss scale is found
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernels = sorted({str(choice) for choice in ops.backend(device).values()})
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}, kernels: {', '.join(kernels)}")
+    found = {"device": name, "kernels": kernels, "torch": torch.__version__, "python": platform.python_version()}
+    with tempfile.TemporaryDirectory() as root:
+        torch.set_float32_matmul_precision("high")
+        setting = Setting(TINY if arguments.quick else GPT2_SMALL, device, WARM_UP, arguments.steps, root)
+        found |= {
+            "sizes": setting.sizes._asdict(),
+            "rows": measure(setting, arguments.rounds) if arguments.rounds else [],
+        }
+    print_rows(found["rows"])
+    if arguments.curves:
+        lesson = Lesson.of(TINY if arguments.quick else SMALL, device, arguments.curves)
+        found["curves"] = {"steps": lesson.steps, "sizes": lesson.sizes._asdict(), "rows": curves(lesson)}
+    found |= {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *(words or sys.argv)])}
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

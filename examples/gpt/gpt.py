@@ -1,0 +1,172 @@
+"""A GPT over bytes, and a text that every machine has: the source code of Python's own standard library."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricamp import ConfigError, DataModule, TrainingModule
+from fabricamp.errors import nearest
+from fabricamp.optimizers import FusedAdam
+
+BYTES = 256
+OPTIMIZERS = {"fused": FusedAdam, "torch": torch.optim.AdamW}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inward = nn.Linear(width, 3 * width)
+        self.outward = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        parts = self.inward(hidden).split(width, dim=2)
+        query, key, value = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.outward(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each behind a normalisation and beside the residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.second_norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.first_norm(hidden))
+        return hidden + self.narrow(F.gelu(self.wide(self.second_norm(hidden))))
+
+
+class GPT(nn.Module):
+    """GPT-2's network with a head of its own; called with tokens and the tokens that follow them, it returns the loss.
+
+    ``GPT(50257, context=512, layers=12, width=768, heads=12)`` is GPT-2-small: 162.6 million parameters.
+    """
+
+    def __init__(self, vocabulary: int, *, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"width={width} cannot be shared by heads={heads}; give a multiple")
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Linear):
+                into_residual = name.endswith(("outward", "narrow"))
+                nn.init.normal_(module.weight, std=0.5 / (width * 2 * layers if into_residual else width) ** 0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy (nats a token), in fp32; ``tokens`` and ``targets`` are integers (batch, length)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
+        # fp32 from half logits in one kernel: cross_entropy would take the logarithms in half, or copy all logits to fp32 first.
+        scores = F.log_softmax(self.head(hidden), dim=-1, dtype=torch.float32)
+        return F.nll_loss(scores.flatten(0, 1), targets.flatten())
+
+
+class LanguageModel(TrainingModule):
+    """Learns to tell the next byte; ``optimizer`` is "fused" (FusedAdam) or "torch" (AdamW)."""
+
+    def __init__(
+        self,
+        optimizer: str = "fused",
+        lr: float = 3e-3,
+        *,
+        context: int = 128,
+        layers: int = 3,
+        width: int = 96,
+        heads: int = 3,
+    ) -> None:
+        super().__init__()
+        if optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer={optimizer!r} is not known{nearest(optimizer, OPTIMIZERS)} (known: fused, torch)"
+            )
+        self.save_hyperparameters()
+        self.net = GPT(BYTES, context=context, layers=layers, width=width, heads=heads)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self._loss(batch), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        matrices = [one for one in self.parameters() if one.dim() > 1]
+        vectors = [one for one in self.parameters() if one.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = OPTIMIZERS[self.hparams.optimizer](groups, lr=self.hparams.lr, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=self.hparams.lr,
+            total_steps=int(self.trainer.estimated_stepping_batches),
+            pct_start=0.1,
+            cycle_momentum=False,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        windows = batch[0].long()
+        return self.net(windows[:, :-1], windows[:, 1:])
+
+
+class SourceText(DataModule):
+    """The modules of the standard library as windows of ``context`` + 1 bytes; every tenth module is for the test.
+
+    ``batch_size`` is that of all processes together, so that a run learns the same on one and on several.
+    """
+
+    def __init__(self, batch_size: int = 16, context: int = 128) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.context = context
+
+    def setup(self, stage: str) -> None:
+        modules = sorted(Path(os.__file__).parent.glob("*.py"))
+        self.train = TensorDataset(self._windows([one for place, one in enumerate(modules) if place % 10]))
+        self.test = TensorDataset(self._windows(modules[::10])[::5])  # a fifth of them tells enough
+
+    def train_dataloader(self) -> DataLoader:
+        processes = self.trainer.world_size
+        if self.batch_size % processes:
+            raise ConfigError(
+                f"batch_size={self.batch_size} cannot be shared by {processes} processes; give a multiple"
+            )
+        return DataLoader(
+            self.train,
+            batch_size=self.batch_size // processes,
+            shuffle=True,
+            drop_last=True,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.test, batch_size=32)
+
+    def _windows(self, modules: list[Path]) -> Tensor:
+        text = bytearray(b"\n".join(module.read_bytes() for module in modules))
+        size = self.context + 1
+        return torch.frombuffer(text, dtype=torch.uint8)[: len(text) // size * size].view(-1, size)

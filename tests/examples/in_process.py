@@ -1,0 +1,43 @@
+"""The examples trained inside the test's own process: starting one costs more than they do."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fabricamp import Trainer, seed_everything
+from tests.small import QUIET
+
+GPT_SIZES = {"context": 64, "layers": 2, "width": 48, "heads": 2}
+
+
+def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
+    """The test accuracy of the digits example."""
+    from examples.digits.digits import DigitsClassifier, DigitsData
+
+    seed_everything(0)
+    trainer = Trainer(**{**QUIET, "accelerator": accelerator, "precision": precision, "max_epochs": epochs})
+    module, data = DigitsClassifier(optimizer=optimizer), DigitsData()
+    trainer.fit(module, datamodule=data)
+    (result,) = trainer.test(module, datamodule=data, verbose=False)
+    return result["test_accuracy"]
+
+
+@cache
+def gpt_losses(precision, optimizer, accelerator="cpu"):
+    """Losses of a small variant of the GPT example (nats a byte): on the test text after 50 steps, and before the first."""
+    from examples.gpt.gpt import LanguageModel, SourceText
+
+    seed_everything(0)
+    limits = {"max_steps": 50, "limit_test_batches": 8, "gradient_clip_val": 1.0}
+    trainer = Trainer(**{**QUIET, "accelerator": accelerator, "precision": precision, **limits})
+    module, data = LanguageModel(optimizer, 6e-3, **GPT_SIZES), SourceText(batch_size=16, context=64)
+    data.setup("fit")
+    windows = data.train.tensors[0][:64].long()
+    with torch.no_grad():
+        first = module.net(windows[:, :-1], windows[:, 1:]).item()
+    trainer.fit(module, datamodule=data)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    (result,) = trainer.test(module, datamodule=data, verbose=False)
+    return result["test_loss"], first

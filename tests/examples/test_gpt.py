@@ -1,0 +1,99 @@
+"""The GPT example: the same loss at every opt level with FusedAdam as in fp32, and the script as a user starts it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt import gpt
+from tests.examples.in_process import gpt_losses
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_learns_as_in_fp32_with_the_fused_optimizer(precision):
+    reference, first = gpt_losses("O0", "torch")
+    loss, _ = gpt_losses(precision, "fused")
+    assert first == pytest.approx(math.log(256), abs=0.4)
+    assert reference < 3.2
+    # A step that dynamic scaling skips at first is missing among 50.
+    assert loss == pytest.approx(reference, abs=0.001 if precision == "O0" else 0.05)
+
+
+def test_the_loss_is_fp32_cross_entropy_whatever_the_weights_are():
+    net = gpt.GPT(64, context=8, layers=1, width=16, heads=2)
+    scores = []
+    net.head.register_forward_hook(lambda module, args, output: scores.append(output))
+    tokens = torch.randint(64, (3, 9))
+    loss = net.bfloat16()(tokens[:, :-1], tokens[:, 1:])
+    assert scores[0].dtype is torch.bfloat16
+    expected = torch.nn.functional.cross_entropy(scores[0].float().flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, expected)
+
+
+def test_no_byte_sees_those_behind_it():
+    net = gpt.GPT(64, context=8, layers=2, width=16, heads=2)
+    tokens = torch.randint(64, (1, 8))
+    scores = []
+    net.head.register_forward_hook(lambda module, args, output: scores.append(output))
+    for last in (0, 1):
+        tokens[0, 5] = last
+        net(tokens, tokens)
+    torch.testing.assert_close(scores[0][:, :5], scores[1][:, :5])
+    assert not torch.equal(scores[0][:, 5:], scores[1][:, 5:])
+
+
+def test_gpt2_small_has_162_million_parameters():
+    with torch.device("meta"):
+        net = gpt.GPT(50257, context=512, layers=12, width=768, heads=12)
+    assert sum(parameter.numel() for parameter in net.parameters()) == 162_643_968
+
+
+def test_train_and_test_text_are_different_modules():
+    data = gpt.SourceText(context=64)
+    data.setup("fit")
+    train, test = ({bytes(window) for window in part.tensors[0].numpy()} for part in (data.train, data.test))
+    assert len(train) > 10_000
+    assert len(test) > 500
+    assert len(train & test) < 0.01 * len(test)
+
+
+def run(*arguments, check=True):
+    """Runs the script in the current folder, on the CPU and without a terminal; returns what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL, timeout=240, check=False
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def cell(output, label):
+    """The value beside ``label`` in the closing table, which has to be there exactly once."""
+    (value,) = re.findall(rf"│ {re.escape(label)} +│ (.*?) +│", output)
+    return value
+
+
+def test_the_script_learns_in_two_processes_and_reports_once():
+    sizes = ("--layers", 2, "--width", 64, "--heads", 2)
+    output = run("--precision", "O5", "--devices", 2, "--strategy", "ddp", "--max-steps", 40, *sizes).stdout
+    assert float(cell(output, "test loss").removesuffix(" nats a byte")) < 3.1
+    assert float(cell(output, "tokens/s")) > 0
+    assert Path(cell(output, "checkpoint")).is_file()
+    assert list(Path(cell(output, "TensorBoard logs")).glob("events.*"))
+
+
+def test_an_unknown_optimizer_ends_before_training():
+    done = run("--optimizer", "fuzed", "--devices", 1, check=False)
+    assert done.returncode != 0
+    assert re.search(r"ConfigError.*optimizer='fuzed' is not known; did you mean 'fused'", done.stderr)
