@@ -31,11 +31,16 @@ def overhead(result):
             f"{row['median_us']:.1f}",
             f"{row['median_over_us']:+.1f}",
             str(row["limit_us"] or ""),
+            f"{row['limit_here_us']:.0f}" if row["limit_here_us"] else "",
         ]
         for row in result["rows"]
     ]
-    head = ["one process on CPU, one thread", "mean us a step", "over", "median", "over", "goal"]
-    about = "The Trainer beside a hand-written loop: MLP 32-32-2, batch 4, AdamW; medians of interleaved runs."
+    head = ["one process on CPU, one thread", "mean us a step", "over", "median", "over", "goal", "goal here"]
+    about = (
+        "The Trainer beside a hand-written loop: MLP 32-32-2, batch 4, AdamW; the rounds' median difference. The goals are for a\n"
+        f"machine that takes {result['smallest_loop_goal_us']} us for a step of the smallest loop (Linear(32, 2), SGD); this one\n"
+        f'took {result["smallest_loop_us"]:.0f}, and "goal here" is longer in proportion.'
+    )
     return f"## What a step costs on the host\n\n{about}\n\n{table(head, rows)}"
 
 
@@ -63,9 +68,10 @@ def optimizers(result):
 
 def end_to_end(result):
     about = (
-        f"GPT-2-small with a head of its own ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one GPU; medians of\n"
-        "interleaved runs. fabricamp: through the Trainer with FusedAdam and everything on (bar, TensorBoard, checkpoints,\n"
-        "one `self.log`). All share one network, which returns its loss. The last column is the speed over torch's autocast fp16."
+        f"GPT-2-small with a head of its own ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one\n"
+        "GPU; medians of interleaved runs. fabricamp: through the Trainer with FusedAdam and everything on (bar, TensorBoard,\n"
+        "checkpoints, one `self.log`). All share one network, which returns its loss. The last column is the speed over torch's\n"
+        "autocast fp16."
     )
     parts = [f"## End to end on {result['device']}"]
     if result["rows"]:

@@ -156,9 +156,7 @@ class FitLoop:
             return True
         if not state.should_stop:
             return False
-        return state.stops_at_once or (
-            state.global_step >= limits.min_steps and state.epoch >= limits.min_epochs
-        )
+        return state.stops_at_once or (state.global_step >= limits.min_steps and state.epoch >= limits.min_epochs)
 
     def _after_step(self) -> None:
         """What is not to be done at every step: flushes and their arrival, the look at the clock."""

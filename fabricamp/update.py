@@ -262,7 +262,9 @@ class Update:
             return
         explanation = self._precision.explain(state.global_step)
         if policy == "stop":
-            explanation = f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
+            explanation = (
+                f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
+            )
             state.stop(NON_FINITE, explanation)
         elif policy == "raise":
             raise NonFiniteError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,8 +156,13 @@ class Feed:
             batches = self._begin(total, exactly=counts, reads_ahead=self._prefetch or not counts)
             if self._prefetch:
                 yield from self._prefetched(batches)
-            elif counts:
-                yield from self._counted(batches, int(total))
+            elif counts:  # nothing is read ahead, and no generator more stands between the loader and the step
+                for function in (self._prepare, self._finish):
+                    batches = batches if function is None else map(function, batches)
+                yield from itertools.islice(batches, int(total) - 1)
+                batch = next(batches)
+                self.last = True
+                yield batch
             else:
                 yield from self._looked_ahead(batches)
         finally:
@@ -221,16 +227,6 @@ class Feed:
         drawn = {"rng": capture_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
         self._ahead = {"places": self._places(self._given), "drawn": drawn}
 
-    def _counted(self, batches: Iterator[Any], total: int) -> Iterator[Any]:
-        """Batches whose number is known: nothing is read ahead."""
-        prepared = batches
-        for function in (self._prepare, self._finish):
-            prepared = prepared if function is None else map(function, prepared)
-        yield from itertools.islice(prepared, total - 1)
-        batch = next(prepared)
-        self.last = True
-        yield batch
-
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
         for raw, last in _look_ahead(batches, self._marker()):
@@ -265,20 +261,28 @@ class Feed:
 
     def _taken(self, total: float, *, exactly: bool) -> Iterator[Any]:
         """At most ``total`` batches; raises where fewer come than were announced, or an iterator is used up."""
-        loader, source = self._loader, self._source
-        count = 0
-        for count, batch in enumerate(source if total == math.inf else itertools.islice(source, int(total)), 1):  # noqa: B007
-            yield batch
-        if exactly and count < total:
+        counter = itertools.count()
+        numbered = zip(
+            self._source if total == math.inf else itertools.islice(self._source, int(total)), counter, strict=False
+        )
+        return itertools.chain(
+            map(operator.itemgetter(0), numbered), self._nothing_but_checks(counter, total if exactly else 0)
+        )
+
+    def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
+        """Gives no batch: looks, after the last one, at how many there were."""
+        count = next(counter)
+        if count < announced:
             raise ConfigError(
-                f"{type(loader).__name__} announced {known_length(loader)} batches by its len() but ended after {count}; "
-                "make its __len__ exact, or leave it out"
+                f"{type(self._loader).__name__} announced {known_length(self._loader)} batches by its len() but ended after "
+                f"{count}; make its __len__ exact, or leave it out"
             )
-        if count == 0 and source is loader:
+        if count == 0 and self._source is self._loader:
             raise ConfigError(
-                f"the loader is a {type(loader).__name__} that is used up: it can be iterated only once; "
+                f"the loader is a {type(self._loader).__name__} that is used up: it can be iterated only once; "
                 "pass a DataLoader, a list or another object that every epoch can iterate anew"
             )
+        yield from ()
 
 
 def _is_read_past(loader: Any) -> bool:

@@ -143,7 +143,12 @@ def test_a_loader_worker_that_dies():
             r"rank 1: in fit at step 5 \(epoch 0, batch 5\), training_step or a hook around it, waiting for its loader, for \d s",
             "time.sleep(3600)",
         ),
-        ("validation", r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d s", "wait()"),
+        pytest.param(
+            "validation",
+            r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d s",
+            "wait()",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_hangs(what, place, line):
@@ -228,6 +233,9 @@ def test_ranks_without_a_starter_end_by_themselves(tmp_path, capfd):
     assert "rank 1: in fit at step 5" in said
     assert "in __getitem__" in said
 
+
+@pytest.mark.slow
+def test_a_failure_ends_ranks_without_a_starter_too(tmp_path, capfd):
     assert without_a_starter(tmp_path / "busy", "raises beside one that is busy").codes == [143, 1]
     said = capfd.readouterr().err
     assert "rank 0 is ended in fit at step 5" in said
@@ -247,7 +255,7 @@ class Dies(Callback):
 
 def test_a_rank_that_dies_beside_one_that_notices_nothing(tmp_path, capfd):
     def job(_armed):
-        fit("", devices="auto", callbacks=[Dies()], strategy=DDP(timeout=60))
+        fit("", devices="auto", callbacks=[Dies()], strategy=DDP(timeout=20))
 
     assert attempt(job, tmp_path).codes == [143, -signal.SIGKILL]
     said = capfd.readouterr().err
@@ -295,15 +303,19 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path):
 class Deaf(Callback):
     """Rank 1's thread is gone, and its main one stands still for some seconds: as if its interpreter were stuck."""
 
+    def __init__(self, seconds):
+        self.seconds = seconds
+
     def on_train_start(self, trainer, module):
         if trainer.global_rank == 1:
             trainer.session.watchdog._look = lambda _store: threading.Event().wait()
-            threading.Timer(SECONDS + 2.0, os._exit, [9]).start()
+            threading.Timer(self.seconds, os._exit, [9]).start()
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_sign_of_life_is_named_by_another(tmp_path, capfd):
     def job(_armed):
-        fit("step", devices="auto", callbacks=[Deaf()])
+        fit("step", devices="auto", callbacks=[Deaf(SECONDS + 2)])
 
     assert attempt(job, tmp_path).codes == [1, 9]
     said = capfd.readouterr().err
@@ -326,7 +338,7 @@ def test_sigterm_while_a_rank_is_gone_ends_the_others_soon(tmp_path, capfd, monk
             return super().training_step(batch, batch_idx)
 
     def job(_armed):
-        trainer = quiet_trainer(devices="auto", strategy=DDP(timeout=600), max_epochs=2, callbacks=[Deaf()])
+        trainer = quiet_trainer(devices="auto", strategy=DDP(timeout=600), max_epochs=2, callbacks=[Deaf(4)])
         trainer.fit(Stuck(), loader(64, 2))
 
     began = time.monotonic()

@@ -111,7 +111,8 @@ def survive(folder, number, seed):
 
 def test_twenty_kills(tmp_path):
     phases = survive(tmp_path, 20, seed=1)
-    assert {"training", "saving", "rotating", "validating"} & set(phases)
+    assert phases.total() == 20
+    assert len(phases) >= 2
 
 
 def alone_in(folder):
