@@ -53,7 +53,7 @@ class DataSource:
         self._precision = precision
         self._settings = settings
         self._train_loader: Any = None
-        self._num_training_batches: float = 0
+        self._num_training_batches: float | None = None
         self._feeds: list[Feed] = []
         self._train_feed: Feed | None = None
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
@@ -79,12 +79,24 @@ class DataSource:
     def num_training_batches(self) -> float:
         """The micro-batches in an epoch on this rank."""
         # Known once: a resumed epoch makes the loader shorter.
-        return self._num_training_batches if self.train_loader is not None else 0
+        if self._num_training_batches is None:
+            _ = self.train_loader
+        assert self._num_training_batches is not None
+        return self._num_training_batches
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is the epoch's last."""
         return self._train_feed is not None and self._train_feed.last
+
+    def lengths(self) -> dict[str, Any]:
+        """The numbers of batches that are known, for a caller whose workers had the loaders."""
+        return {"train": self._num_training_batches, **{name: found[1] for name, found in self._evaluation.items()}}
+
+    def take_lengths(self, lengths: dict[str, Any]) -> None:
+        """Takes back what :meth:`lengths` gave in a worker."""
+        self._num_training_batches = lengths.pop("train")
+        self._evaluation = {name: ([], own) for name, own in lengths.items()}
 
     def evaluation_loaders(self, name: str) -> list[Any]:
         """The loaders of ``name`` ("val", "test" or "predict")."""

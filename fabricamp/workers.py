@@ -35,6 +35,7 @@ def start_workers(
     module.load_state_dict(outcome["state_dict"])
     session = Session(trainer, stage, module, source)
     session.attach()
+    session.data.take_lengths(outcome["lengths"])
     session.metrics.callback_metrics.update(outcome["callback_metrics"])
     session.metrics.logged_metrics.update(outcome["logged_metrics"])
     trainer.session = session
@@ -58,6 +59,7 @@ def _in_worker(
 ) -> dict[str, Any]:
     trainer.become_worker()
     result = trainer.run(stage, module, source.train, source.evaluation, source.datamodule, ckpt_path, **options)
+    assert trainer.session is not None
     counters = ("epoch", "global_step", "batch_idx", "batches_done", "should_stop", "stop_reason")
     return {
         "result": result,
@@ -65,6 +67,7 @@ def _in_worker(
         "state": {name: getattr(trainer.state, name) for name in counters},
         "log_dir": trainer.log_dir,
         "skipped_steps": trainer.skipped_steps,
+        "lengths": trainer.session.data.lengths(),
         "versions": [one.version if isinstance(one, RunFolderLogger) else None for one in trainer.loggers],
         "callback_metrics": dict(trainer.callback_metrics),
         "logged_metrics": dict(trainer.logged_metrics),

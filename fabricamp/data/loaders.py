@@ -85,7 +85,7 @@ def release_workers(loader: Any) -> None:
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
             release_workers(member)
-    elif isinstance(loader, DataLoader):
+    elif isinstance(loader, DataLoader) and loader.persistent_workers:  # others may know by it where they stand
         loader._iterator = None
 
 

@@ -252,3 +252,10 @@ def test_persistent_workers_stay_until_released():
     workers[0].join(5)
     assert not workers[0].is_alive()
     assert len(list(combined)) == 4
+
+
+def test_a_pass_without_persistent_workers_is_left_to_its_loader():
+    loader = DataLoader(range(4))
+    loader._iterator = iterator = iter(loader)  # as torchdata's loader does, which tells from it where it stands
+    release_workers(loader)
+    assert loader._iterator is iterator

@@ -25,6 +25,7 @@ CASES = {
     "O0 within a window": ("O0", 4, "batch", 9),
     "O1 within a window": ("O1", 3, "batch", 8),
     "O2 within a window": ("O2", 3, "batch", 8),
+    "O4": ("O4", 1, "batch", 8),
     "O5 within a validation": ("O5", 2, "validation", 9),
     "O3 at the epoch's end": ("O3", 1, "epoch", 6),
 }

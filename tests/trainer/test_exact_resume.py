@@ -96,6 +96,11 @@ def shuffled(dataset, **options):
     return DataLoader(dataset, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3), **options)
 
 
+def torchdatas(**options):
+    kind = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata").StatefulDataLoader
+    return kind(Samples(), BATCH, shuffle=True, **options)
+
+
 DATA = {
     "shuffled": lambda: DataLoader(Samples(), BATCH, shuffle=True),
     "in order": lambda: DataLoader(Samples(), BATCH),
@@ -104,6 +109,8 @@ DATA = {
     "a stream": lambda: DataLoader(Stream(), BATCH),
     "a stream that draws": lambda: DataLoader(Stream(draws=True), BATCH),
     "an own loader": OwnLoader,
+    "torchdata's loader": lambda: torchdatas(generator=torch.Generator().manual_seed(3)),
+    "torchdata's loader with workers": lambda: torchdatas(num_workers=2),
     "a sampler of its own": lambda: DataLoader(
         Samples(draws=True), BATCH, sampler=WeightedRandomSampler(torch.arange(1.0, SIZE + 1), SIZE)
     ),
