@@ -177,10 +177,10 @@ def gather_predictions(everyone: list[list[list[Any]]]) -> list[Any]:
 
 def print_results(kind: str, results: list[dict[str, float]]) -> None:
     """Prints the logged values as a table, a column a loader."""
-    from rich.console import Console
+    from rich import get_console
     from rich.table import Table
 
     table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
     for name in sorted({name for result in results for name in result}):
         table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
-    Console().print(table)
+    get_console().print(table)

@@ -106,6 +106,7 @@ def _work(folder: Path, job: _Job | None) -> None:
     else:
         # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
         torch.set_num_threads(1)
+        _show_text_only()
         # A rank forked while a thread of the starter serves an earlier one would inherit that thread's locks, for ever closed.
         job.all_here.wait(_FORK_SECONDS)
     try:
@@ -115,6 +116,14 @@ def _work(folder: Path, job: _Job | None) -> None:
         sys.exit(128 + signal.SIGINT)
     if os.environ["RANK"] == "0":
         torch.save(result, folder / "result")
+
+
+def _show_text_only() -> None:
+    """A notebook takes pictures from its kernel alone, and drops those of a forked copy; what is printed arrives."""
+    if "IPython" in sys.modules:
+        import rich
+
+        rich.reconfigure(force_jupyter=False)
 
 
 def _save_job(job: _Job, folder: Path) -> None:

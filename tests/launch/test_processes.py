@@ -12,6 +12,8 @@ import types
 from pathlib import Path
 
 import pytest
+import rich
+import rich.console
 import torch
 import torch.distributed as dist
 
@@ -306,3 +308,10 @@ def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where):
     mine.__module__, mine.__qualname__ = where, "mine"
     with pytest.raises(ConfigError, match="a spawned process cannot find what is defined in this session"):
         run_function(mine, (), 1, "spawn")
+
+
+def test_forked_workers_print_text_where_a_notebook_would_want_pictures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setattr(rich, "_console", rich.console.Console(force_jupyter=True))
+    assert rich.get_console().is_jupyter
+    assert run_function(lambda: rich.get_console().is_jupyter, (), 2) is False
