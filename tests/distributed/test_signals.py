@@ -273,7 +273,7 @@ def test_sigterm_to_the_starter_and_its_sudden_death(tmp_path):
             wait_for_line(folder / "progress", 5, process=process)
         asked, folder = runs["asked"]
         asked.send_signal(signal.SIGTERM)
-        code, out, err = finish(asked, timeout=30)
+        code, out, err = finish(asked, timeout=90)
         assert code == 143, (out, err)
         assert "after" not in out
         assert "Traceback" not in err
@@ -282,7 +282,7 @@ def test_sigterm_to_the_starter_and_its_sudden_death(tmp_path):
         assert torch.load(said[1], weights_only=True)["global_step"] == steps
         killed, folder = runs["killed"]
         killed.kill()
-        finish(killed, timeout=10)  # its workers hold its pipes open as long as they live
+        finish(killed, timeout=40)  # its workers hold its pipes open as long as they live
     finally:
         for process, _ in runs.values():
             end(process)

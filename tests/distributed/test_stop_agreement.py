@@ -156,7 +156,7 @@ def one_ends_and_one_holds():
         message = str(caught.value)
         started = time.monotonic()
         watchdog.close()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 4
     return message
 
 

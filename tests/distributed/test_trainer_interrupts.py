@@ -74,9 +74,9 @@ def interrupt(process, folder, letter="t", number=5):
 def check_ended(process, folder, code=130):
     """Ended soon, quietly, with a checkpoint of the step that was made last."""
     began = time.monotonic()
-    returned, out, err = finish(process, timeout=30)
+    returned, out, err = finish(process, timeout=60)
     assert returned == code, (out, err)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     assert "after" not in out
     assert "Traceback" not in err, err
     (said,) = re.findall(r"Interrupted at step (\d+); checkpoint: (.*)", out)
@@ -100,7 +100,7 @@ def test_ctrl_c_under_torchrun(begin):
     elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto")
     interrupt(process, folder)
-    code, out, err = finish(process, timeout=40)
+    code, out, err = finish(process, timeout=90)
     assert code != 0  # torchrun's own
     assert "after" not in out
     (said,) = re.findall(r"Interrupted at step (\d+); checkpoint: (.*)", out)
@@ -136,8 +136,8 @@ def test_second_ctrl_c(begin):
         assert process.poll() is None
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        code, out, _ = finish(process, timeout=20)
+        code, out, _ = finish(process, timeout=60)
         assert code in (130, -signal.SIGINT)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 15
         assert "after" not in out
         assert list(folder.rglob("*.ckpt")) == []  # the state was in the middle of a step
