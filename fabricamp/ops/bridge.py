@@ -21,6 +21,7 @@ __all__ = [
     "Backend",
     "Kernel",
     "backend",
+    "c_type",
     "check_compiles",
     "kernel",
     "kernel_files",
@@ -55,6 +56,9 @@ _FILES: Final = {
     "update_scale": "finish",
 }
 """Which ``.cu`` file each op runs."""
+
+Defines = tuple[tuple[str, str], ...]
+"""What a kernel's text is compiled with besides: pairs of a macro's name and its text."""
 
 Kind = tuple["torch.dtype | None", ...]
 """The dtypes of one row of a table, a column each; None where the row does not have the column."""
@@ -92,15 +96,24 @@ class Function(Protocol):
     def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None: ...
 
 
-def source(file: str, kinds: Sequence[Kind] = ()) -> str:
-    """Returns the text of ``kernels/<file>.cu`` with our headers in place and ``KINDS``, the rows it has to serve, defined.
+def c_type(dtype: torch.dtype | None) -> str:
+    """Returns what CUDA C++ calls ``dtype``; None is the type of a column that a row does not have."""
+    return _TYPES[dtype]
+
+
+def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
+    """Returns the text of ``kernels/<file>.cu`` with our headers in place.
+
+    ``KINDS``, the rows that it has to serve, is defined in front of it, and each of ``defines`` (a kernel on single tensors
+    takes its types and widths so).
 
     The headers are part of the text because CuPy's disk cache goes by the text alone.
     """
     rows = " ".join(f"KIND({index}, {', '.join(_TYPES[one] for one in kind)})" for index, kind in enumerate(kinds))
     text = (KERNELS / f"{file}.cu").read_text()
     text = re.sub(r'#include "(\w+\.cuh)"', lambda found: (KERNELS / found[1]).read_text(), text)
-    return f"#define KINDS {rows}\n{text.replace('#pragma once', '')}"
+    lines = [f"#define {name} {value}\n" for name, value in (("KINDS", rows), *defines)]
+    return "".join(lines) + text.replace("#pragma once", "")
 
 
 def _with_cupy(text: str, function: str, device: torch.device) -> Function:
@@ -184,9 +197,12 @@ def _as_c(value: Any) -> Any:
 
 
 @functools.cache
-def kernel(file: str, function: str, kinds: tuple[Kind, ...], device: torch.device) -> Kernel:
-    """Returns ``function`` of ``kernels/<file>.cu`` for tables with rows of ``kinds``, compiled once per device."""
-    return Kernel(COMPILERS[device.type](source(file, kinds), function, device), device)
+def kernel(file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = ()) -> Kernel:
+    """Returns ``function`` of ``kernels/<file>.cu``, compiled once per device.
+
+    A kernel over a table serves rows of ``kinds``; one over single tensors takes its types and sizes as ``defines``.
+    """
+    return Kernel(COMPILERS[device.type](source(file, kinds, defines), function, device), device)
 
 
 def kernel_files() -> list[str]:
