@@ -3,10 +3,11 @@
     python benchmarks/end_to_end.py [--rounds 3] [--steps 40] [--curves 2000] [--out results.json] [--quick]
 
 GPT-2-small with a head of its own (162 million parameters), 16 windows of 512 tokens, AdamW, gradients clipped at norm 1, one GPU;
-fp32 products in TF32.  All runs share the network of `examples/gpt`, whose forward returns the loss: logits stay what the
-network computes in, and their log-softmax is taken in fp32 (which torch's own cross_entropy does neither under autocast nor on
-half weights).  They share the loader too (pinned memory, copies that do not wait).  The Trainer has everything on: bar, summary,
-TensorBoard, a checkpoint callback that has nothing to save in the measured steps, a `self.log` in each step, a flush every ten.
+fp32 products in TF32.  All runs share the network of `examples/gpt`, whose forward returns the loss.  By hand that is torch's
+log-softmax in fp32 over logits that stay what the network computes in (less memory than torch's own cross_entropy, under autocast
+and on half weights), through the Trainer `fused_cross_entropy`.  They share the loader too (pinned memory, copies that do not
+wait).  The Trainer has everything on: bar, summary, TensorBoard, a checkpoint callback that has nothing to save in the measured
+steps, a `self.log` in each step, a flush every ten.
 
 Runs are interleaved.  GPU ms: the median time between events at the start of each step.  Wall ms: the measured steps together,
 the GPU's work included.  GiB: the most that torch had allocated during these.  Each is the median of the rounds.
@@ -37,7 +38,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.gpt.gpt import BYTES, GPT, SourceText
+from benchmarks.gpt_curves import ADAMW, LEVELS, Lesson, Sizes, curves, loss_of, torch_loss
+from examples.gpt.gpt import BYTES, GPT
 from fabricamp import Trainer, TrainingModule, ops
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
@@ -47,28 +49,8 @@ if TYPE_CHECKING:
 
 WARM_UP = 10
 FLUSH_EVERY = 10
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # ms a step and GiB on the card where they were set, an H200.
 GOALS = {"fabricamp O1": (27.3, 9.3), "fabricamp O2": (23.7, 8.9), "fabricamp O5": (23.7, 8.9)}
-ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
-CURVE_POINTS = 100
-
-
-class Sizes(NamedTuple):
-    """A network and its batches."""
-
-    vocabulary: int
-    context: int
-    layers: int
-    width: int
-    heads: int
-    batch: int
-
-    def network(self, device: torch.device, seed: int = 0) -> GPT:
-        """Made on the device, with weights of its own."""
-        torch.manual_seed(seed)
-        with device:
-            return GPT(self.vocabulary, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
 
 
 # 50257 tokens rounded up to a multiple of 64: rows of logits that start at odd addresses are slow to compute.
@@ -142,10 +124,6 @@ class Clock:
         self.result = Result(statistics.median(between), wall, torch.cuda.max_memory_allocated() / 2**30)
 
 
-def loss_of(network, windows):
-    return network(windows[:, :-1], windows[:, 1:])
-
-
 def by_hand(
     setting: Setting,
     *,
@@ -154,7 +132,7 @@ def by_hand(
     scaled: bool = False,
 ) -> Result:
     clock, device = Clock(setting), setting.device
-    network = setting.sizes.network(device).to(weights)
+    network = setting.sizes.network(device, loss=torch_loss).to(weights)
     optimizer = torch.optim.AdamW(network.parameters(), **ADAMW, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=scaled)
     for batch in setting.loader():
@@ -251,113 +229,6 @@ def print_rows(rows: list[dict]):
     for row in rows:
         columns = ("gpu_ms", "wall_ms", "goal_ms", "peak_gib", "goal_gib")
         print(f"{row['run']:34} " + " ".join(cell(row[column]) for column in columns), flush=True)
-
-
-# -- curves ------------------------------------------------------------------------------------------------------------------
-
-
-class Lesson(NamedTuple):
-    """What all runs learn from: batches in an order that is the same for each."""
-
-    sizes: Sizes
-    device: torch.device
-    steps: int
-    batches: list[tuple[torch.Tensor]]
-
-    @classmethod
-    def of(cls, sizes: Sizes, device: torch.device, steps: int) -> Lesson:
-        """From the text of the GPT example."""
-        text = SourceText(context=sizes.context)
-        text.setup("fit")
-        (windows,) = text.train.tensors
-        order = torch.randint(len(windows), (steps, sizes.batch), generator=torch.Generator().manual_seed(0))
-        chosen = windows[order].long()
-        chosen = chosen.pin_memory() if device.type == "cuda" else chosen
-        return cls(sizes, device, steps, [(batch,) for batch in chosen.unbind()])
-
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Rises over a tenth of the steps, then falls."""
-        return torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=1e-3, total_steps=self.steps + 1, pct_start=0.1, cycle_momentum=False
-        )
-
-
-def twin(lesson: Lesson, seed: int = 0) -> list[float]:
-    """Losses of a hand-written loop in fp32."""
-    network, losses = lesson.sizes.network(lesson.device, seed), []
-    optimizer = torch.optim.AdamW(network.parameters(), **ADAMW)
-    schedule = lesson.schedule(optimizer)
-    for (windows,) in lesson.batches:
-        loss = loss_of(network, windows.to(lesson.device, non_blocking=True))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).tolist()
-
-
-class Learner(TrainingModule):
-    """The network as a user's module that remembers its losses."""
-
-    def __init__(self, lesson: Lesson):
-        super().__init__()
-        self.lesson = lesson
-        self.network = lesson.sizes.network(lesson.device)
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):  # noqa: D102
-        loss = loss_of(self.network, batch[0])
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self):  # noqa: D102
-        optimizer = FusedAdam(self.parameters(), **ADAMW)
-        schedule = self.lesson.schedule(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def learnt(lesson: Lesson, level: str) -> list[float]:
-    """Losses of the same run through the Trainer."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(
-        accelerator="gpu" if lesson.device.type == "cuda" else "cpu",
-        devices=1,
-        precision=level,
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        **dict.fromkeys(off, False),
-    )
-    module = Learner(lesson)
-    trainer.fit(module, lesson.batches)
-    return torch.stack(module.losses).tolist()
-
-
-def means(losses: list[float], size: int) -> list[float]:
-    return [statistics.fmean(losses[start : start + size]) for start in range(0, len(losses), size)]
-
-
-def curves(lesson: Lesson) -> list[dict]:
-    """One row a run; ``largest_gap`` is that of means over 100 steps, the first tenth of the run left out."""
-    torch.set_float32_matmul_precision("highest")
-    window = min(100, lesson.steps)
-    runs = {"torch fp32": partial(twin, lesson), "torch fp32, other weights": partial(twin, lesson, seed=1)}
-    runs |= {f"fabricamp {level}": partial(learnt, lesson, level) for level in LEVELS}
-    rows, reference = [], []
-    for name, run in runs.items():
-        losses = run()
-        reference = reference or losses
-        behind = lesson.steps // 10
-        pairs = zip(means(losses[behind:], window), means(reference[behind:], window), strict=True)
-        final, over = statistics.fmean(losses[-window:]), statistics.fmean(reference[-window:])
-        row = {"run": name, "final": final, "over_fp32": final - over, "largest_gap": max(abs(a - b) for a, b in pairs)}
-        print(
-            f"{name:34} last {window} steps {final:.4f} ({final - over:+.4f}), largest gap {row['largest_gap']:.4f}",
-            flush=True,
-        )
-        rows.append({**row, "losses": means(losses, max(1, lesson.steps // CURVE_POINTS))})
-    return rows
 
 
 def main(words: list[str] | None = None) -> None:

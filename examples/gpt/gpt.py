@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import ConfigError, DataModule, TrainingModule
 from fabricamp.errors import nearest
+from fabricamp.ops import fused_cross_entropy
 from fabricamp.optimizers import FusedAdam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BYTES = 256
 OPTIMIZERS = {"fused": FusedAdam, "torch": torch.optim.AdamW}
@@ -58,10 +63,21 @@ class GPT(nn.Module):
     ``GPT(50257, context=512, layers=12, width=768, heads=12)`` is GPT-2-small: 162.6 million parameters.
     """
 
-    def __init__(self, vocabulary: int, *, context: int, layers: int, width: int, heads: int) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        context: int,
+        layers: int,
+        width: int,
+        heads: int,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ConfigError(f"width={width} cannot be shared by heads={heads}; give a multiple")
+        # In place: nobody else needs the logits, and they are most of the memory.
+        self.loss = loss or partial(fused_cross_entropy, in_place=True)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -80,9 +96,7 @@ class GPT(nn.Module):
         """Returns the mean cross-entropy (nats a token), in fp32; ``tokens`` and ``targets`` are integers (batch, length)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
-        # fp32 from half logits in one kernel: cross_entropy would take the logarithms in half, or copy all logits to fp32 first.
-        scores = F.log_softmax(self.head(hidden), dim=-1, dtype=torch.float32)
-        return F.nll_loss(scores.flatten(0, 1), targets.flatten())
+        return self.loss(self.head(hidden), targets)
 
 
 class LanguageModel(TrainingModule):
