@@ -1,0 +1,210 @@
+"""Cross-entropy of vocabularies beside torch's, in place too: GPU ms, wall ms, share of the copy bandwidth, peak memory.
+
+    python benchmarks/cross_entropy.py [--only 8192x50304] [--quick] [--out results.json]
+
+GPU ms: events around work that was queued behind a sleeping kernel, so that no launch gap counts.  Wall ms: forward and backward
+back to back, as a loop runs them.  The rows of a shape are measured in turn, round by round; figures are medians.
+Share: three passes over the logits (read forward; read and written backward), over GPU time, over what a large copy moves in
+the same run.  Peak: logits and all that is made of them, in multiples of the logits, forward and backward together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from fabricamp.ops import dispatch, fused_cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Shape(NamedTuple):
+    """Rows, classes and dtype; ``compiled`` adds torch.compile's row, which takes seconds to make."""
+
+    rows: int
+    classes: int
+    dtype: torch.dtype = BF16
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.classes} {str(self.dtype).removeprefix('torch.')}"
+
+
+SHAPES = [
+    Shape(8192, 50304, BF16, compiled=True),
+    Shape(8192, 50304, FP16),
+    Shape(8192, 50304, FP32),
+    Shape(8192, 50257, BF16),  # rows that do not start at 16 bytes
+    Shape(16384, 32000, BF16),
+    Shape(4096, 128256, BF16),
+    Shape(2048, 262144, BF16),
+    Shape(131072, 1024, BF16),
+]
+QUICK = [Shape(512, 50304), Shape(512, 50257)]
+
+
+def ours(logits: Tensor, target: Tensor) -> Tensor:
+    with dispatch.always("cupy"):
+        return fused_cross_entropy(logits, target)
+
+
+def ours_in_place(logits: Tensor, target: Tensor) -> Tensor:
+    with dispatch.always("cupy"):
+        return fused_cross_entropy(logits, target, in_place=True)
+
+
+def eager_fp32(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)
+
+
+def contestants(shape: Shape) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    rows = {"ours": ours, "ours, in place": ours_in_place, "torch": F.cross_entropy}
+    if shape.dtype != FP32 and shape.compiled:
+        rows["torch, logits.float()"] = eager_fp32
+    if shape.compiled:
+        rows["torch.compile"] = torch.compile(F.cross_entropy, fullgraph=True)
+    return rows
+
+
+class Result(NamedTuple):
+    """Medians of one row."""
+
+    forward_ms: float
+    backward_ms: float
+    both_ms: float
+    wall_ms: float
+    peak: float
+
+
+class Case:
+    """Logits that each contestant gets afresh: in place, they are overwritten."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        made = torch.empty(shape.rows, shape.classes, dtype=shape.dtype, device=device)
+        self.source = made.normal_(generator=generator).requires_grad_()
+        self.target = torch.randint(0, shape.classes, (shape.rows,), device=device, generator=generator)
+
+    def logits(self) -> Tensor:
+        """What an operation returned that does not need its result again."""
+        return self.source * 1
+
+    def asleep(self, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float, float]:
+        """GPU ms of forward, backward and both."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        logits = self.logits()
+        torch.cuda._sleep(int(2e7))
+        events[0].record()
+        loss = function(logits, self.target)
+        events[1].record()
+        torch.autograd.grad(loss, logits)
+        events[2].record()
+        torch.cuda.synchronize()
+        return tuple(events[one].elapsed_time(events[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
+
+    def wall(self, function: Callable[[Tensor, Tensor], Tensor], repeat: int = 5) -> float:
+        """Ms of forward and backward, the making of their logits not counted."""
+        given = [self.logits() for _ in range(repeat)]
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for logits in given:
+            torch.autograd.grad(function(logits, self.target), logits)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / repeat * 1e3
+
+    def peak(self, function: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """Bytes at most, in multiples of the logits."""
+        logits = self.logits()
+        size = logits.numel() * logits.element_size()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() - size
+        torch.autograd.grad(function(logits, self.target), logits)
+        return (torch.cuda.max_memory_allocated() - before) / size
+
+
+def measured(shape: Shape, rounds: int) -> dict[str, Result]:
+    case, rows = Case(shape, "cuda"), contestants(shape)
+    for function in rows.values():
+        for _ in range(3):
+            case.asleep(function)
+    gpu: dict[str, list[tuple[float, float, float]]] = {name: [] for name in rows}
+    wall: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, function in rows.items():
+            gpu[name].append(case.asleep(function))
+            wall[name].append(case.wall(function))
+    return {
+        name: Result(
+            *map(statistics.median, zip(*gpu[name], strict=True)), statistics.median(wall[name]), case.peak(function)
+        )
+        for name, function in rows.items()
+    }
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device-to-device copy, read and written bytes counted."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(9):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        target.copy_(source)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return 2 * source.numel() / statistics.median(times) / 1e6
+
+
+def write(found: dict, out: Path | None) -> None:
+    """After every shape: a run that is ended early leaves what it has."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="shapes whose name begins with this")
+    parser.add_argument("--quick", action="store_true", help="two small shapes: a run of seconds")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA GPU here")
+    bandwidth = copy_bandwidth()
+    found = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    found |= {"device": torch.cuda.get_device_name(), "copy_gb_per_s": round(bandwidth)}
+    found |= {"command": " ".join(["python", *sys.argv]), "rows": []}
+    print(f"{found['device']}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
+    print(f"{'shape':22} {'row':22} {'forward':>8} {'backward':>8} {'both':>8} {'wall':>8} {'share':>6} {'peak':>6}")
+    for shape in QUICK if arguments.quick else SHAPES:
+        if not str(shape).startswith(arguments.only):
+            continue
+        logits = shape.rows * shape.classes * shape.dtype.itemsize
+        for name, result in measured(shape, 3 if arguments.quick else 7).items():
+            share = 3 * logits / result.both_ms / 1e6 / bandwidth
+            times = " ".join(f"{one:8.3f}" for one in result[:4])
+            print(f"{shape!s:22} {name:22} {times} {share:6.0%} {result.peak:6.2f}", flush=True)
+            about = {"shape": str(shape), "rows": shape.rows, "classes": shape.classes, "row": name}
+            found["rows"].append({**about, **result._asdict(), "share_of_copy": round(share, 4)})
+        torch.cuda.empty_cache()
+        write(found, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Cross-entropy of class indices: logits are read once forward and once backward, and what is kept between is a few bytes a row."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import functional as F
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.ops.bridge import c_type, kernel, runs_kernels
+from fabricamp.ops.dispatch import chosen
+
+if TYPE_CHECKING:
+    from fabricamp.ops.bridge import Kernel
+
+__all__ = [
+    "CrossEntropyRule",
+    "check_rule",
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "cross_entropy_reference",
+    "fused_cross_entropy",
+]
+
+_REDUCTIONS: Final = ("mean", "sum", "none")
+_LABELS: Final = {torch.int64: "int64", torch.int32: "int"}
+_LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
+_NAME: Final = "cross_entropy"
+_TOO_WIDE: Final = 2**30  # the kernels count the elements of a row in 32 bits
+_WARP: Final = 32
+_ROWS_IN_A_BLOCK: Final = 8  # of those that a warp does
+_ROWS_OF_A_SUM: Final = 4096
+_MOST_SUMS: Final = 256  # the threads of the block that adds them up
+_NOT_A_CLASS: Final = -100
+_SCHEMA: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss"
+
+
+class CrossEntropyRule(NamedTuple):
+    """What a loss is, beside logits and targets."""
+
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    reduction: str = "mean"
+    z_loss: float = 0.0
+
+
+def fused_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    in_place: bool = False,
+) -> Tensor:
+    """Returns the fp32 cross-entropy of ``logits`` (any shape, classes last) and ``target`` (its leading shape; int64 or int32).
+
+    The loss of a row is torch's, plus ``z_loss * logsumexp(row)**2``; rows with ``ignore_index`` count for nothing.  Half logits
+    stay half, under autocast too, and all arithmetic is fp32 (fp64 logits: fp64, and so is their loss).  ``in_place`` gives the
+    logits' memory up: backward may write their gradient over them, and torch then refuses a second backward and every other
+    operation that would need them for its own (where torch's operations or torch.compile run, nothing is written over).
+
+    A target that names no class is a ConfigError on a CPU; on a GPU, where finding out would make the host wait, the loss and
+    the gradient of its row are NaN.
+
+    >>> logits = torch.zeros(2, 4, requires_grad=True)
+    >>> fused_cross_entropy(logits, torch.tensor([1, -100]))
+    tensor(1.3863, grad_fn=...)
+    """
+    rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss)
+    check_rule(rule)
+    _check(logits, target)
+    if in_place and logits.is_leaf and logits.requires_grad:
+        raise ConfigError(
+            "in_place=True writes the gradient over the logits, but these are a leaf that requires grad: whoever made them "
+            "still has them; give what an operation returned, or in_place=False"
+        )
+    classes = index(logits.shape[-1])  # a constant for torch.compile, which takes the choice for one
+    if logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device):
+        if torch.compiler.is_compiling():
+            return cast("Tensor", torch.ops.fabricamp.cross_entropy(logits, target, *rule)[0])
+        if type(logits) is Tensor:  # memory of a subclass may be anywhere
+            return cast("Tensor", _CrossEntropy.apply(logits, target, rule, in_place))  # type: ignore[no-untyped-call]
+    return cross_entropy_reference(logits, target, **rule._asdict())
+
+
+def check_rule(rule: CrossEntropyRule) -> None:
+    """Raises ConfigError where no loss can be made by ``rule``."""
+    if rule.reduction not in _REDUCTIONS:
+        raise ConfigError(
+            f"reduction={rule.reduction!r} is not one of {', '.join(_REDUCTIONS)}{nearest(rule.reduction, _REDUCTIONS)}"
+        )
+    if not 0 <= rule.label_smoothing <= 1:
+        raise ConfigError(f"label_smoothing={rule.label_smoothing} is a share of the target: give a number from 0 to 1")
+    if not 0 <= rule.z_loss < math.inf:
+        raise ConfigError(f"z_loss={rule.z_loss} is the weight of a penalty: give 0 or a positive number")
+
+
+def _check(logits: Tensor, target: Tensor) -> None:
+    if not logits.dtype.is_floating_point:
+        raise ConfigError(f"logits of {logits.dtype}: give a floating dtype")
+    if target.dtype not in _LABELS:
+        raise ConfigError(
+            f"targets of {target.dtype}: give class indices of int64 or int32 (probabilities are torch's F.cross_entropy)"
+        )
+    if logits.dim() == 0 or logits.shape[:-1] != target.shape or logits.shape[-1] == 0:
+        raise ConfigError(
+            f"logits of shape {tuple(logits.shape)} and targets of shape {tuple(target.shape)}: classes are the last dimension "
+            "of the logits, and the targets' shape is that of the others (torch's F.cross_entropy has classes second)"
+        )
+    if logits.device != target.device:
+        raise ConfigError(f"logits are on {logits.device} and targets on {target.device}: move one of them")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The kernels in eager mode: the registered operation, which torch.compile needs, costs the host 200 us more."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, rule: CrossEntropyRule, in_place: bool) -> Tensor:
+        loss, statistics = cross_entropy_forward(logits, target, rule)
+        ctx.save_for_backward(logits, target, statistics)
+        ctx.rule, ctx.in_place = rule, in_place
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        logits, target, statistics = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: what refuses a second derivative stands in the graph
+            made = torch.ops.fabricamp.cross_entropy_backward(gradient, logits, target, statistics, *ctx.rule)
+        else:
+            made = cross_entropy_backward(gradient, logits, target, statistics, ctx.rule, in_place=ctx.in_place)
+        return made, None, None, None
+
+
+class _Layout(NamedTuple):
+    """Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``."""
+
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+def _layout(logits: Tensor) -> _Layout | None:
+    """Where the rows of ``logits`` are; None where a kernel would need more strides than two to say it."""
+    rows, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
+    if logits.is_contiguous():
+        return _Layout(max(rows, 1), 0, classes)
+    if logits.stride(-1) != 1:
+        return None
+    groups: list[tuple[int, int]] = []  # sizes and strides, neighbours that lie end to end as one
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == size * stride:
+            groups[-1] = (groups[-1][0] * size, stride)
+        else:
+            groups.append((size, stride))
+    if len(groups) > 2:
+        return None
+    inner = groups[-1] if groups else (1, 0)
+    return _Layout(inner[0], groups[0][1] if len(groups) == 2 else 0, inner[1])
+
+
+def _is_writable(layout: _Layout, rows: int, classes: int) -> bool:
+    """Whether no two rows share memory."""
+    dimensions = [(layout.inner_stride, layout.inner), (layout.outer_stride, rows // layout.inner)]
+    taken = classes
+    for stride, size in sorted(one for one in dimensions if one[1] > 1):
+        if stride < taken:
+            return False
+        taken = stride * size
+    return True
+
+
+def _lanes(logits: Tensor) -> int:
+    """How many threads do one row: some eight loads of 16 bytes each."""
+    packs = logits.shape[-1] * logits.element_size() // 16
+    return _WARP if packs <= 256 else 128 if packs <= 1024 else 512
+
+
+def _kernel(function: str, logits: Tensor, target: Tensor, lanes: int) -> Kernel:
+    defines = (("LOGIT", c_type(logits.dtype)), ("LABEL", _LABELS[target.dtype]), ("LANES", str(lanes)))
+    return kernel(_NAME, function, (), logits.device, defines)
+
+
+def _grid(rows: int, lanes: int) -> tuple[int, int]:
+    return (-(-rows // _ROWS_IN_A_BLOCK), _ROWS_IN_A_BLOCK * _WARP) if lanes == _WARP else (rows, lanes)
+
+
+def _kept(rows: int, reduction: str) -> int:
+    return 2 * rows + (reduction == "mean")
+
+
+def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:
+    """Returns the loss, and what backward needs, fp32: two numbers a row whose sum is its logsumexp (of ignored rows, zeros).
+
+    For a mean, 1 / (rows that count) comes behind them.
+    """
+    if not runs_kernels(logits.device):
+        return _forward_by_torch(logits, target, rule)
+    layout = _layout(logits)
+    if layout is None:
+        logits = logits.contiguous()
+        layout = _layout(logits)
+        assert layout is not None
+    target = target.contiguous()
+    rows, lanes = target.numel(), _lanes(logits)
+    losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty(_kept(rows, rule.reduction), dtype=torch.float32, device=logits.device)
+    run = _kernel("cross_entropy_forward", logits, target, lanes)
+    numbers = (rows, logits.shape[-1], *layout, rule.ignore_index, float(rule.label_smoothing), float(rule.z_loss))
+    run(*_grid(rows, lanes), logits, target, losses, statistics, *numbers)
+    if rule.reduction == "none":
+        return losses, statistics
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    blocks = min(_MOST_SUMS, -(-rows // _ROWS_OF_A_SUM))
+    sums = torch.empty(2 * blocks, dtype=torch.float64, device=logits.device)
+    add, total = (_kernel(f"cross_entropy_{name}", logits, target, lanes) for name in ("sums", "total"))
+    add(blocks, 512, losses, target, sums, rows, rule.ignore_index)
+    total(1, _MOST_SUMS, sums, loss, statistics, blocks, rows, int(rule.reduction == "mean"))
+    return loss, statistics
+
+
+def cross_entropy_backward(
+    gradient: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    rule: CrossEntropyRule,
+    *,
+    in_place: bool = False,
+) -> Tensor:
+    """Returns the logits' gradient in their dtype, from that of the loss and what :func:`cross_entropy_forward` returned.
+
+    ``in_place`` writes it over the logits, where no two of their rows share memory, and marks them as written.
+    """
+    if not runs_kernels(logits.device):
+        return _backward_by_torch(gradient, logits, target, statistics, rule)
+    layout = _layout(logits)
+    if layout is None:
+        logits = logits.contiguous()
+        layout = _layout(logits)
+        assert layout is not None
+    target = target.contiguous()
+    rows, classes, lanes = target.numel(), logits.shape[-1], _lanes(logits)
+    gradient = gradient.reshape(-1).float()
+    if in_place and _is_writable(layout, rows, classes):
+        output, strides = logits.detach(), layout[1:]
+        increment_version(logits)
+    else:
+        output = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        strides = (layout.inner * classes, classes)
+    run = _kernel("cross_entropy_backward", logits, target, lanes)
+    stride = gradient.stride(0) if rule.reduction == "none" else 0
+    numbers = (stride, rows, classes, *layout, *strides, rule.ignore_index, int(rule.reduction == "mean"))
+    pointers = (gradient, logits, target, statistics, output)
+    run(*_grid(rows, lanes), *pointers, *numbers, float(rule.label_smoothing), float(rule.z_loss))
+    return output
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+) -> Tensor:
+    """What :func:`fused_cross_entropy` does, in torch's own operations: its backward can be differentiated again."""
+    wide, labels, wrong = _rows(logits, target, ignore_index)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        _refuse(target, wrong, logits.shape[-1])
+    classes = labels.masked_fill(wrong, 0)
+    losses = F.cross_entropy(
+        wide, classes, reduction="none", label_smoothing=label_smoothing, ignore_index=_NOT_A_CLASS
+    )
+    counts = labels != _NOT_A_CLASS
+    if z_loss:
+        losses = losses + z_loss * torch.where(counts, wide.logsumexp(-1).square(), 0)
+    losses = losses * torch.where(wrong, math.nan, 1.0)  # as a factor, so that the gradient is NaN too
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+
+
+def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits as wide rows, targets with -100 for what is ignored, and where a target names no class."""
+    wide = logits.reshape(-1, logits.shape[-1])
+    wide = wide if wide.dtype == torch.float64 else wide.float()
+    labels = target.reshape(-1).long()
+    counts = labels != ignore_index
+    wrong = counts & ((labels < 0) | (labels >= logits.shape[-1]))
+    return wide, labels.masked_fill(~counts, _NOT_A_CLASS), wrong
+
+
+def _refuse(target: Tensor, wrong: Tensor, classes: int) -> None:
+    if bool(wrong.any()):
+        place = tuple(wrong.reshape(target.shape).nonzero()[0].tolist())
+        raise ConfigError(
+            f"target{list(place) if place else ''} is {int(target[place])}, but there are {classes} classes: targets are "
+            f"0 to {classes - 1}, or ignore_index for rows that do not count"
+        )
+
+
+def _forward_by_torch(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:
+    loss = cross_entropy_reference(logits, target, **rule._asdict())
+    wide, labels, _ = _rows(logits, target, rule.ignore_index)
+    sums = wide.logsumexp(-1)
+    counts = labels != _NOT_A_CLASS
+    kept = [torch.stack((sums, torch.zeros_like(sums)), 1).masked_fill_(~counts[:, None], 0).reshape(-1)]
+    if rule.reduction == "mean":
+        kept.append(counts.sum().reciprocal().reshape(1))
+    return loss, torch.cat(kept).float()
+
+
+def _backward_by_torch(
+    gradient: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, rule: CrossEntropyRule
+) -> Tensor:
+    wide, labels, wrong = _rows(logits, target, rule.ignore_index)
+    sums = statistics[: 2 * len(labels)].view(-1, 2).sum(1)
+    factor = gradient.reshape(-1).to(wide.dtype) * (statistics[-1] if rule.reduction == "mean" else 1.0)
+    factor = torch.where(labels == _NOT_A_CLASS, 0.0, torch.where(wrong, math.nan, factor))
+    made = (wide - sums[:, None]).exp_().mul_((factor * (1 + 2 * rule.z_loss * sums))[:, None])
+    made.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
+    made.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], (factor * (rule.label_smoothing - 1))[:, None])
+    return made.to(logits.dtype).reshape(logits.shape)
+
+
+@torch.library.custom_op(
+    "fabricamp::cross_entropy", mutates_args=(), schema=f"(Tensor logits, Tensor target, {_SCHEMA}) -> (Tensor, Tensor)"
+)
+def _forward_operation(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
+    return cross_entropy_forward(logits, target, CrossEntropyRule(*rule))
+
+
+@_forward_operation.register_fake
+def _(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
+    loss = target.new_empty(target.shape if rule[2] == "none" else (), dtype=torch.float32)
+    return loss, logits.new_empty(_kept(target.numel(), rule[2]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "fabricamp::cross_entropy_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor logits, Tensor target, Tensor statistics, {_SCHEMA}) -> Tensor",
+)
+def _backward_operation(gradient: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, *rule: Any) -> Tensor:
+    return cross_entropy_backward(gradient, logits, target, statistics, CrossEntropyRule(*rule))
+
+
+@_backward_operation.register_fake
+def _(_gradient: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, *rule = inputs
+    ctx.save_for_backward(logits, target, output[1])
+    ctx.rule = rule
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    made = torch.ops.fabricamp.cross_entropy_backward(gradient, *ctx.saved_tensors, *ctx.rule)
+    return made, None, None, None, None, None
+
+
+def _refuse_second_derivative(*_: Any) -> tuple[Tensor | None, ...]:
+    raise ConfigError(
+        "fused_cross_entropy has no second derivative (something differentiates its gradient: create_graph=True); use "
+        "cross_entropy_reference or torch's F.cross_entropy in this loss"
+    )
+
+
+_forward_operation.register_autograd(_gradients, setup_context=_keep)
+_backward_operation.register_autograd(_refuse_second_derivative)

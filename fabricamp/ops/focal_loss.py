@@ -1,0 +1,126 @@
+"""Focal loss of sigmoid logits: one pass over them forward, one backward."""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.bridge import c_type, kernel, runs_kernels
+
+__all__ = ["focal_loss", "focal_loss_reference"]
+
+_LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
+_IGNORED: Final = -2
+_THREADS: Final = 512
+_MOST_BLOCKS: Final = 1024  # the same on every card: how the loss is added up must not depend on it
+
+
+def focal_loss(
+    cls_output: Tensor,
+    cls_targets_at_level: Tensor,
+    num_positives_sum: Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Returns the fp32 sum (fp64 for fp64 logits) of all focal losses over ``num_positives_sum`` (one fp32 element).
+
+    ``cls_output`` are logits, classes last, of which those from ``num_real_classes`` on are padding; a target is the class of its
+    anchor, -1 for none, -2 for an anchor that does not count.  A positive's loss is weighted by ``alpha * (1 - p)**gamma``, every
+    other's by ``(1 - alpha) * p**gamma``.  A second derivative is torch's.
+
+    >>> focal_loss(torch.zeros(1, 4), torch.tensor([2]), torch.ones(1), 4, alpha=0.25, gamma=2.0)
+    tensor(0.4332)
+    """
+    _check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)
+    arguments = (cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing)
+    plain = type(cls_output) is Tensor and cls_output.dtype in _LOGITS
+    if torch.compiler.is_compiling() or not plain or not runs_kernels(cls_output.device):
+        return focal_loss_reference(*arguments)
+    return cast("Tensor", _FocalLoss.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def focal_loss_reference(
+    cls_output: Tensor,
+    cls_targets_at_level: Tensor,
+    num_positives_sum: Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """What :func:`focal_loss` does, in torch's own operations."""
+    logits = cls_output[..., :num_real_classes]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets = cls_targets_at_level.unsqueeze(-1)
+    positive = targets == torch.arange(num_real_classes, device=logits.device)
+    aim = torch.where(positive, 1 - label_smoothing / 2, label_smoothing / 2)
+    weight = torch.where(positive, alpha * (-logits).sigmoid() ** gamma, (1 - alpha) * logits.sigmoid() ** gamma)
+    losses = weight * ((1 - aim) * logits - F.logsigmoid(logits))
+    return losses.masked_fill(targets == _IGNORED, 0).sum() / num_positives_sum.reshape(())
+
+
+def _check(logits: Tensor, targets: Tensor, positives: Tensor, classes: int) -> None:
+    if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"logits of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)}: classes are the last "
+            "dimension of the logits, and the targets' shape is that of the others"
+        )
+    if not 0 < classes <= logits.shape[-1]:
+        raise ConfigError(
+            f"num_real_classes={classes} of logits for {logits.shape[-1]} classes: give 1 to {logits.shape[-1]}"
+        )
+    if targets.dtype != torch.int64:
+        raise ConfigError(f"targets of {targets.dtype}: give class indices of int64")
+    if positives.numel() != 1 or positives.dtype != torch.float32:
+        raise ConfigError(
+            f"num_positives_sum of shape {tuple(positives.shape)} and {positives.dtype}: give a tensor of one fp32 element"
+        )
+
+
+class _FocalLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, positives: Tensor, *numbers: float) -> Tensor:
+        logits, targets = logits.contiguous(), targets.contiguous()
+        ctx.save_for_backward(logits, targets, positives)
+        ctx.numbers = numbers
+        blocks = _blocks(targets.numel())
+        partials = torch.empty(blocks, dtype=torch.float64, device=logits.device)
+        loss = torch.empty((), dtype=torch.float32, device=logits.device)
+        run, add = (_kernel(f"focal_loss_{name}", logits) for name in ("forward", "total"))
+        run(blocks, _THREADS, logits, targets, partials, *_sizes(logits, numbers))
+        add(1, _THREADS, partials, positives, loss, blocks)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, positives = ctx.saved_tensors
+        (gradient,) = gradients
+        nothing = (None,) * (2 + len(ctx.numbers))
+        if torch.is_grad_enabled():  # create_graph: by operations that torch can differentiate again
+            loss = focal_loss_reference(logits, targets, positives, *ctx.numbers)
+            return *torch.autograd.grad(loss, logits, gradient, create_graph=True), *nothing
+        output = torch.empty_like(logits)
+        run = _kernel("focal_loss_backward", logits)
+        pointers = (gradient, positives, logits, targets, output)
+        run(_blocks(targets.numel()), _THREADS, *pointers, *_sizes(logits, ctx.numbers))
+        return output, *nothing
+
+
+def _kernel(function: str, logits: Tensor) -> Any:
+    return kernel("focal_loss", function, (), logits.device, (("LOGIT", c_type(logits.dtype)),))
+
+
+def _blocks(rows: int) -> int:
+    return min(_MOST_BLOCKS, -(-rows * 32 // _THREADS))
+
+
+def _sizes(logits: Tensor, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    classes = logits.shape[-1]
+    real_classes, *factors = numbers
+    return logits.numel() // classes, classes, int(real_classes), *map(float, factors)

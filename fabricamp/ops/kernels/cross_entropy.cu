@@ -1,0 +1,246 @@
+// Cross-entropy of rows of logits, each read once forward and once backward; a row is one block's, or one warp's (LANES = 32).
+#include "common.cuh"
+
+#ifndef LOGIT  // what the bridge defines: the types of logits and targets, and the threads of a row
+#define LOGIT float
+#define LABEL int64
+#define LANES 512
+#endif
+
+#define LOG2_E 1.44269504088896341f
+#define LOWEST -3.402823466e38f  // not -inf: -inf - -inf is NaN
+#define BATCH 4                  // loads in flight a thread
+
+constexpr int WIDTH = 16 / sizeof(LOGIT);
+typedef Pack<LOGIT, WIDTH> Wide;
+
+// Row r starts at r / inner * outer_stride + r % inner * inner_stride: also where rows are cut out of a larger tensor.
+__device__ __forceinline__ int64 start_of(int64 row, int64 inner, int64 outer_stride, int64 inner_stride) {
+  return row / inner * outer_stride + row % inner * inner_stride;
+}
+
+__device__ __forceinline__ int lane_of_row() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int64 own_row() {
+  return (int64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+#else
+  return exp2f(x);
+#endif
+}
+
+__device__ __forceinline__ bool in_range(int64 label, int64 classes) { return label >= 0 && label < classes; }
+
+// The elements before the first 16-byte boundary; all of them where `other` does not lie to the boundaries as `row` does.
+__device__ __forceinline__ int head_of(const LOGIT* row, const LOGIT* other, int classes) {
+  int over = (int)((int64)row & 15);
+  if (over != (int)((int64)other & 15)) return classes;
+  int head = over ? (16 - over) / (int)sizeof(LOGIT) : 0;
+  return head < classes ? head : classes;
+}
+
+// Runs body.run(i, values) for all elements i of a row that this thread takes.
+template <typename Body>
+__device__ __forceinline__ void each_of_row(const LOGIT* row, int head, int classes, Body& body) {
+  int packs = (classes - head) / WIDTH, lane = lane_of_row();
+  const Wide* aligned = (const Wide*)(row + head);
+  float value[WIDTH], single[1];
+  for (int i = lane; i < head; i += LANES) {
+    load<1>(row + i, single);
+    body.run(i, single);
+  }
+  for (int i = lane; i < packs; i += BATCH * LANES) {
+    Wide pack[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k)
+      if (i + k * LANES < packs) pack[k] = aligned[i + k * LANES];
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      if (i + k * LANES >= packs) break;
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) value[j] = widen(pack[k].value[j]);
+      body.run(head + (i + k * LANES) * WIDTH, value);
+    }
+  }
+  for (int i = head + packs * WIDTH + lane; i < classes; i += LANES) {
+    load<1>(row + i, single);
+    body.run(i, single);
+  }
+}
+
+// Of some logits: the largest, the sum of e^(x - largest), and the plain sum.
+struct Softmax {
+  float largest = LOWEST, sum = 0, total = 0;
+
+  template <int N> __device__ __forceinline__ void run(int, const float (&x)[N]) {
+    float next = largest;
+#pragma unroll
+    for (int j = 0; j < N; ++j) next = fmaxf(next, x[j]);
+    sum *= power_of_two((largest - next) * LOG2_E);
+    largest = next;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      sum += power_of_two((x[j] - next) * LOG2_E);
+      total += x[j];
+    }
+  }
+
+  __device__ __forceinline__ void merge(const Softmax& other) {
+    float next = fmaxf(largest, other.largest);
+    sum = sum * power_of_two((largest - next) * LOG2_E) + other.sum * power_of_two((other.largest - next) * LOG2_E);
+    total += other.total;
+    largest = next;
+  }
+
+  // Over the threads of a warp; right in its lane 0.
+  __device__ __forceinline__ void merge_warp() {
+    for (int step = 16; step > 0; step >>= 1) {
+      Softmax other;
+      other.largest = __shfl_down_sync(0xffffffffu, largest, step);
+      other.sum = __shfl_down_sync(0xffffffffu, sum, step);
+      other.total = __shfl_down_sync(0xffffffffu, total, step);
+      merge(other);
+    }
+  }
+
+  // Over the threads of a row; right in its lane 0.
+  __device__ __forceinline__ void merge_row() {
+    merge_warp();
+#if LANES > 32
+    __shared__ float warps[3][LANES / 32];
+    int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) {
+      warps[0][warp] = largest;
+      warps[1][warp] = sum;
+      warps[2][warp] = total;
+    }
+    __syncthreads();
+    if (warp != 0) return;
+    bool has = threadIdx.x < LANES / 32;
+    largest = has ? warps[0][threadIdx.x] : LOWEST;
+    sum = has ? warps[1][threadIdx.x] : 0.f;
+    total = has ? warps[2][threadIdx.x] : 0.f;
+    merge_warp();
+#endif
+  }
+};
+
+// Writes each row's loss, and the pair (largest logit, log of the sum of e^(x - largest)); NaN where a target names no class.
+extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
+    const LOGIT* logits, const LABEL* target, float* losses, float* statistics, int64 rows, int64 classes, int64 inner,
+    int64 outer_stride, int64 inner_stride, int64 ignore_index, double smoothing, double z_loss) {
+  int64 index = own_row();
+  if (index >= rows) return;
+  bool first = lane_of_row() == 0;
+  int64 label = target[index];
+  if (label == ignore_index) {
+    if (first) losses[index] = statistics[2 * index] = statistics[2 * index + 1] = 0.f;
+    return;
+  }
+  const LOGIT* row = logits + start_of(index, inner, outer_stride, inner_stride);
+  Softmax all;
+  each_of_row(row, head_of(row, row, classes), classes, all);
+  all.merge_row();
+  if (!first) return;
+  float log_sum = logf(all.sum), whole = all.largest + log_sum, smooth = (float)smoothing;
+  statistics[2 * index] = all.largest;
+  statistics[2 * index + 1] = log_sum;
+  float loss = log_sum;
+  loss -= in_range(label, classes) ? (1.f - smooth) * (widen(row[label]) - all.largest) : nanf("");
+  if (smooth > 0) loss -= smooth * (all.total / classes - all.largest);
+  if (z_loss != 0) loss += (float)z_loss * whole * whole;
+  losses[index] = loss;
+}
+
+// Leaves, of the rows that a block takes, the sum of the losses and how many count; which those are, their number alone decides.
+extern "C" __global__ void __launch_bounds__(512) cross_entropy_sums(
+    const float* losses, const LABEL* target, double* sums, int64 rows, int64 ignore_index) {
+  double sum = 0, count = 0;
+#pragma unroll 4
+  for (int64 i = (int64)blockIdx.x * blockDim.x + threadIdx.x; i < rows; i += (int64)gridDim.x * blockDim.x) {
+    sum += losses[i];
+    count += target[i] != ignore_index;
+  }
+  sum = block_sum(sum);
+  count = block_sum(count);
+  if (threadIdx.x != 0) return;
+  sums[2 * blockIdx.x] = sum;
+  sums[2 * blockIdx.x + 1] = count;
+}
+
+// Adds up what the blocks have left; for a mean, puts 1 / (rows that count) behind the statistics.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy_total(
+    const double* sums, float* loss, float* statistics, int64 blocks, int64 rows, int64 mean) {
+  bool has = threadIdx.x < blocks;
+  double sum = block_sum(has ? sums[2 * threadIdx.x] : 0.);
+  double count = block_sum(has ? sums[2 * threadIdx.x + 1] : 0.);
+  if (threadIdx.x != 0) return;
+  *loss = (float)(mean ? sum / count : sum);
+  if (mean) statistics[2 * rows] = (float)(1 / count);
+}
+
+// The gradient of a row's logits, but for the label's part.
+struct Gradients {
+  LOGIT* to;
+  float largest, log2_sum, growth, shift;
+
+  __device__ __forceinline__ float of(float x) const {
+    return growth * power_of_two((x - largest) * LOG2_E - log2_sum) - shift;
+  }
+
+  template <int N> __device__ __forceinline__ void run(int i, const float (&x)[N]) const {
+    float value[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) value[j] = of(x[j]);
+    store<N>(to + i, value);
+  }
+};
+
+// Which thread of a row takes element i, by each_of_row.
+__device__ __forceinline__ int lane_of(int i, int head, int classes) {
+  int packed = (classes - head) / WIDTH * WIDTH;
+  if (i < head) return i % LANES;
+  return (i < head + packed ? (i - head) / WIDTH : i - head - packed) % LANES;
+}
+
+__device__ __forceinline__ void write_zeros(LOGIT* row, int classes) {
+  int head = head_of(row, row, classes), packs = (classes - head) / WIDTH, lane = lane_of_row();
+  float none[WIDTH] = {}, single[1] = {};
+  for (int i = lane; i < head; i += LANES) store<1>(row + i, single);
+  for (int i = lane; i < packs; i += LANES) store<WIDTH>(row + head + i * WIDTH, none);
+  for (int i = head + packs * WIDTH + lane; i < classes; i += LANES) store<1>(row + i, single);
+}
+
+// Writes the gradient of every logit; `output` may be `logits`.  gradient_stride is 0 where all rows share one gradient.
+extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
+    const float* gradient, const LOGIT* logits, const LABEL* target, const float* statistics, LOGIT* output,
+    int64 gradient_stride, int64 rows, int64 classes, int64 inner, int64 outer_stride, int64 inner_stride,
+    int64 output_outer_stride, int64 output_inner_stride, int64 ignore_index, int64 mean, double smoothing, double z_loss) {
+  int64 index = own_row();
+  if (index >= rows) return;
+  LOGIT* to = output + start_of(index, inner, output_outer_stride, output_inner_stride);
+  int64 label = target[index];
+  if (label == ignore_index) {
+    write_zeros(to, classes);
+    return;
+  }
+  const LOGIT* row = logits + start_of(index, inner, outer_stride, inner_stride);
+  float largest = statistics[2 * index], log_sum = statistics[2 * index + 1], smooth = (float)smoothing;
+  float factor = gradient[index * gradient_stride] * (mean ? statistics[2 * rows] : 1.f);
+  if (!in_range(label, classes)) factor = nanf("");
+  float growth = factor * (1.f + 2.f * (float)z_loss * (largest + log_sum));
+  Gradients body{to, largest, log_sum * LOG2_E, growth, factor * smooth / classes};
+  int head = head_of(row, to, classes);
+  // The thread that writes the label's gradient does it twice: in place, it has to read the logit before.
+  bool has_label = in_range(label, classes) && lane_of((int)label, head, classes) == lane_of_row();
+  float at_label = has_label ? widen(row[label]) : 0.f;
+  each_of_row(row, head, classes, body);
+  if (!has_label) return;
+  float value[1] = {body.of(at_label) - factor * (1.f - smooth)};
+  store<1>(to + label, value);
+}
