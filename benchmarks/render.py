@@ -66,6 +66,21 @@ def optimizers(result):
     return f"## Optimizers on {result['device']}\n\n{about}\n\n{table(head, rows)}"
 
 
+def cross_entropy(result):
+    names = {"forward_ms": "{:.3f}", "backward_ms": "{:.3f}", "both_ms": "{:.3f}", "wall_ms": "{:.3f}"}
+    names |= {"share_of_copy": "{:.0%}", "peak": "{:.2f}"}
+    rows = [
+        [row["shape"], row["row"], *[form.format(row[name]) for name, form in names.items()]] for row in result["rows"]
+    ]
+    head = ["rows x classes", "by", "forward ms", "backward ms", "both ms", "wall ms", "share of copy", "peak"]
+    about = (
+        f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. Forward, backward and both are GPU\n"
+        "ms; the share is of three passes over the logits; the peak counts the logits and all that is made of them, in multiples\n"
+        "of the logits."
+    )
+    return f"## Cross-entropy on {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 def end_to_end(result):
     about = (
         f"GPT-2-small with a head of its own ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one\n"
@@ -101,7 +116,46 @@ def learning(result):
     return f"{about}\n\n{table(['run', 'last 100 steps', 'over fp32', 'largest gap'], rows)}"
 
 
-RENDERERS = {"overhead": overhead, "optimizers": optimizers, "end_to_end": end_to_end}
+def syncbn(result):
+    def cell(row, name, form, factor=1.0):
+        return form.format(row[name] * factor) if isinstance(row.get(name), (int, float)) else ""
+
+    layers = [
+        [
+            " x ".join(map(str, row["shape"])),
+            row["layout"],
+            row["run"],
+            cell(row, "wall_ms", "{:.3f}"),
+            cell(row, "gpu_ms", "{:.3f}"),
+            cell(row, "host_us", "{:.0f}"),
+        ]
+        for row in result["layers"]
+    ]
+    steps = [[str(row["batch"]), row["run"], cell(row, "wall_ms", "{:.2f}")] for row in result["networks"]]
+    exchanges = [
+        [row["run"], cell(row, "wall_ms", "{:.1f}", 1e3), cell(row, "gpu_ms", "{:.1f}", 1e3)]
+        for row in result["exchanges"]
+    ]
+    goals = [[name, f"{value:.2f}", f"{result['goals'][name]:.2f}"] for name, value in result["ratios"].items()]
+    about = (
+        "One layer, forward and backward, fp16; a whole ResNet-50 step (fp16 autocast, channels_last, torch's\n"
+        "DistributedDataParallel; under a CUDA graph one all_reduce in its place); the exchange of (2, 512) by itself."
+    )
+    parts = [f"## SyncBatchNorm on {result['ranks']} x {result['device']}", about]
+    parts.append(table(["what", "worst row", "goal"], goals))
+    parts.append(table(["shape of a rank", "layout", "by", "wall ms", "GPU ms", "host us"], layers))
+    parts.append(table(["batch of a rank", "ResNet-50 step with", "wall ms"], steps))
+    parts.append(table(["exchange", "wall us", "GPU us"], exchanges))
+    return "\n\n".join(parts)
+
+
+RENDERERS = {
+    "syncbn": syncbn,
+    "overhead": overhead,
+    "optimizers": optimizers,
+    "cross_entropy": cross_entropy,
+    "end_to_end": end_to_end,
+}
 
 
 def main():

@@ -51,6 +51,7 @@ examples:
   fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
   fabricamp doctor
+  fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
 exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other failure, 130 after Ctrl-C
 """
@@ -70,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command != "doctor":
             return _run(options.command, options.config, [*options.overrides, *unknown])
         if unknown:
-            parser.error(f"doctor takes no arguments, given: {' '.join(unknown)}")
-        return _doctor()
+            parser.error(f"doctor takes --measure alone, given: {' '.join(unknown)}")
+        return _doctor(options.measure)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
 
@@ -111,7 +112,14 @@ def _parser() -> argparse.ArgumentParser:
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
     about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say how to mend what is broken"
-    commands.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    doctor = commands.add_parser(
+        "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+    )
+    doctor.add_argument(
+        "--measure",
+        action="store_true",
+        help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
+    )
     return parser
 
 
@@ -138,10 +146,10 @@ def _save_predictions(path: Path, predictions: Any) -> None:
     print(f"predictions: {path}")
 
 
-def _doctor() -> int:
-    from fabricamp.doctor import examine, show
+def _doctor(measured: bool) -> int:
+    from fabricamp.doctor import examine, measure, show
 
-    checks = examine()
+    checks = [*(measure() if measured else []), *examine()]
     show(checks)
     return 1 if any(one.status == "broken" for one in checks) else 0
 

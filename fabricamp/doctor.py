@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Check", "examine", "show"]
+__all__ = ["Check", "examine", "measure", "show"]
 
 Status = Literal["ok", "absent", "broken"]
 OLDEST_PYTHON = (3, 11)
@@ -180,6 +180,24 @@ def check_kernel(file: str, device: torch.device) -> Check:
         )
         return Check(name, f"{device}: {_first_line(error)}", "broken", cure)
     return Check(name, f"compiles for {device}")
+
+
+def measure() -> list[Check]:
+    """Compares kernels with torch's operations on each kind of GPU here, and writes the table that decides from now on."""
+    from fabricamp.ops import bridge, dispatch
+    from fabricamp.ops.measure import measure_card
+
+    kinds = {
+        dispatch.capability(device): device
+        for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        if bridge.runs_kernels(device)
+    }
+    file = dispatch.user_file()
+    for name, device in kinds.items():
+        dispatch.write(file, name, measure_card(device))
+    if not kinds:
+        return [Check("measurement", "no GPU that kernels run on", "absent", "a GPU and CuPy")]
+    return [Check("measurement", f"{file} says what runs on cards of compute capability {', '.join(kinds)}")]
 
 
 def check_packages() -> list[Check]:

@@ -1,1 +1,50 @@
 """Modules with kernels of their own."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabricamp.nn.conversion import convert_syncbn_model, create_syncbn_process_group, revert_syncbn_model
+    from fabricamp.nn.fusion import fuse
+    from fabricamp.nn.losses import SoftmaxCrossEntropyLoss
+    from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+    from fabricamp.nn.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "SoftmaxCrossEntropyLoss",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "fuse",
+    "revert_syncbn_model",
+]
+
+_HOMES = {
+    "FusedLayerNorm": "fabricamp.nn.norms",
+    "FusedRMSNorm": "fabricamp.nn.norms",
+    "MixedFusedLayerNorm": "fabricamp.nn.norms",
+    "MixedFusedRMSNorm": "fabricamp.nn.norms",
+    "SoftmaxCrossEntropyLoss": "fabricamp.nn.losses",
+    "SyncBatchNorm": "fabricamp.nn.sync_batch_norm",
+    "convert_syncbn_model": "fabricamp.nn.conversion",
+    "create_syncbn_process_group": "fabricamp.nn.conversion",
+    "fuse": "fabricamp.nn.fusion",
+    "revert_syncbn_model": "fabricamp.nn.conversion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that a model that needs one module does not pay for all of them.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fabricamp.nn' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -46,13 +46,18 @@ _FILES: Final = {
     "copy_cast": "tensors",
     "ema": "ema",
     "finish": "finish",
+    "focal_loss": "focal_loss",
+    "fused_cross_entropy": "cross_entropy",
     "gradient_statistics": "statistics",
     "l2norm": "statistics",
     "lamb": "lamb",
     "larc": "larc",
+    "layer_norm": "norm_forward",
     "novograd": "novograd",
+    "rms_norm": "norm_forward",
     "scale": "tensors",
     "sgd": "sgd",
+    "sync_batch_norm": "sync_batch_norm",
     "update_scale": "finish",
 }
 """Which ``.cu`` file each op runs."""
@@ -263,4 +268,7 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
         choice = Backend("torch", f"its tensors are on {chosen.type}")
     else:
         choice = Backend("torch", str(_cupy_obstacle()))
-    return dict.fromkeys(_FILES, choice)
+    from fabricamp.ops.batch_norm_exchange import exchange_on  # which stands on this module
+
+    meets = Backend(choice.name, f"{choice.reason}; {exchange_on(chosen)}")
+    return {**dict.fromkeys(_FILES, choice), "sync_batch_norm": meets}

@@ -195,7 +195,7 @@ def _grid(rows: int, lanes: int) -> tuple[int, int]:
 
 
 def _kept(rows: int, reduction: str) -> int:
-    return 2 * rows + (reduction == "mean")
+    return 2 * rows + (1 if reduction == "mean" else 0)  # rows may be symbolic, which adds no bool
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,8 @@ def library(text: str, reverse: bool) -> ctypes.CDLL:
             unit, made = Path(own, "unit.cpp"), Path(own, "unit.so")
             exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
             unit.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{exports}\n')
-            flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", f"-I{HERE}"]
+            # Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
+            flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w", f"-I{HERE}"]
             subprocess.run(["g++", *flags, *(["-DREVERSE"] if reverse else []), unit, "-o", made], check=True)
             made.replace(built)
     return ctypes.CDLL(str(built))

@@ -7,6 +7,9 @@
 #pragma once
 #include <math.h>
 
+#include <time.h>
+
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -202,7 +205,13 @@ template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned
 inline void __syncthreads() { cuda_on_cpu::pause(cuda_on_cpu::Status::at_barrier); }
 inline void __syncwarp(unsigned mask = ~0u) { cuda_on_cpu::shuffle(mask, 0, 0); }
 inline void __threadfence() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+// The clock of all threads.
+inline long long nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
 inline int cuda_on_cpu_lane() { return cuda_on_cpu::current->number & 31; }
 template <class T> T __shfl_sync(unsigned mask, T value, int lane) { return cuda_on_cpu::shuffle(mask, value, lane); }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes) {

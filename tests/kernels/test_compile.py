@@ -16,14 +16,23 @@ ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H
 KINDS = {
     "adagrad": ONE_STATE,
     "adam": HALF_UPDATES,
+    "cross_entropy": [],
     "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],
+    "focal_loss": [],
     "lamb": HALF_UPDATES,
     "larc": [(F, F, None), (H, F, None), (B, B, None), (D, D, None), (F, F)],
+    "norm_backward": [],
+    "norm_backward_wide": [],
+    "norm_columns": [],
+    "norm_finish": [],
+    "norm_forward": [],
+    "norm_forward_wide": [],
     "novograd": ONE_STATE,
     "sgd": [*ONE_STATE, (F, F, None, None)],
     "statistics": [(F,), (H,), (B,), (D,)],
     "sums": [(H, F, F), (B, F, F), (F, F, F), (D, D, D), (H, B, H)],
+    "sync_batch_norm": [],
     "tensors": [(F, H), (F, B), (H, F), (F, F), (D, D)],
 }
 

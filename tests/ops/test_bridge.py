@@ -38,6 +38,7 @@ def gpu_machine(monkeypatch):
     """A machine with a GPU and torch for CUDA 13, as far as the bridge can tell."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(bridge, "find_spec", lambda name: object())
     bridge._cupy_obstacle.cache_clear()
     yield

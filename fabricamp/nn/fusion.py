@@ -1,0 +1,31 @@
+"""Puts fused modules in the place of torch's."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from torch import nn
+
+from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm
+
+__all__ = ["fuse"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
+
+
+def fuse(module: M) -> M:
+    """Makes every LayerNorm and RMSNorm in ``module``, or ``module`` itself, a fused one, and returns ``module``.
+
+    The modules stay the objects that they are, with parameters, state dict, hooks, dtype, device and mode; subclasses of torch's,
+    whose ``forward`` may be their own, are left alone.  Under autocast a fused norm gives autocast's dtype, torch's fp32.
+
+    >>> [type(one).__name__ for one in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
+    ['Linear', 'FusedLayerNorm']
+    """
+    for one in module.modules():
+        fused = _FUSED.get(type(one))
+        if fused is not None:
+            one.__class__ = fused
+    return module

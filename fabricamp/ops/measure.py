@@ -1,0 +1,149 @@
+"""Which is faster on a card, kernel or torch: what ``fabricamp doctor --measure`` writes, and the table that the package brings."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from fabricamp.ops import dispatch
+from fabricamp.ops.cross_entropy import fused_cross_entropy
+from fabricamp.ops.normalization import layer_norm, rms_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.ops.dispatch import Bands, Card, Runner
+
+__all__ = ["CASES", "Case", "compare", "measure_card"]
+
+_BYTES: Final = 2**28  # several times any cache, and long enough for the host to keep ahead
+_ROUNDS: Final = 5
+_STEPS: Final = 3
+_SLEEP: Final = 3_000_000  # clock ticks, some 2 ms
+_MARGIN: Final = 0.98
+"""A kernel is chosen where it takes less than this share of torch's time: noise must not make a model slower."""
+
+
+class Case(NamedTuple):
+    """Something that a table decides about: what makes a forward and backward pass of it, and where it is measured."""
+
+    step: Callable[[torch.dtype | None, int, int, torch.device], Callable[[], object]]
+    dtypes: tuple[torch.dtype | None, ...]
+    widths: tuple[int, ...]
+
+
+def layer_norm_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
+    """Returns what takes LayerNorm and its gradients; without ``dtype`` of half inputs with fp32 parameters."""
+    x, weight, upstream = _operands(dtype, rows, width, device)
+    bias = torch.zeros_like(weight).requires_grad_()
+
+    def step() -> object:
+        made = layer_norm(x, width, weight, bias)
+        return torch.autograd.grad(made, [x, weight, bias], upstream)
+
+    return step
+
+
+def rms_norm_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
+    """Returns what takes RMSNorm and its gradients; without ``dtype`` of half inputs with fp32 parameters."""
+    x, weight, upstream = _operands(dtype, rows, width, device)
+    return lambda: torch.autograd.grad(rms_norm(x, width, weight, 1e-5), [x, weight], upstream)
+
+
+def _operands(
+    dtype: torch.dtype | None, rows: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, width, dtype=dtype or torch.bfloat16, device=device).requires_grad_()
+    weight = torch.ones(width, dtype=dtype or torch.float32, device=device).requires_grad_()
+    return x, weight, torch.randn_like(x)
+
+
+def cross_entropy_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
+    """Returns what takes the cross-entropy of ``width`` classes and its gradient."""
+    logits = torch.randn(rows, width, dtype=dtype, device=device).requires_grad_()
+    target = torch.randint(width, (rows,), device=device)
+    return lambda: torch.autograd.grad(fused_cross_entropy(logits, target), logits)
+
+
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_WIDTHS: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536)
+
+CASES: Final = {
+    "layer_norm": Case(layer_norm_step, (*_DTYPES, None), _WIDTHS),
+    "rms_norm": Case(rms_norm_step, (*_DTYPES, None), _WIDTHS),
+    "cross_entropy": Case(cross_entropy_step, _DTYPES, (16, 256, 1024, 4096, 16384, 32768, 50304, 128256, 256000)),
+}
+"""What is measured, by the names of the tables."""
+
+
+def _milliseconds(step: Callable[[], object], name: Runner) -> float:
+    """GPU time: the passes wait behind a kernel that sleeps while the host issues them."""
+    with dispatch.always(name):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SLEEP)
+        start.record()
+        for _ in range(_STEPS):
+            step()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / _STEPS
+
+
+def compare(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> dict[Runner, float]:
+    """Returns milliseconds of a forward and backward pass by each, measured in turn; medians."""
+    rows = max(1, _BYTES // (width * (dtype or torch.bfloat16).itemsize))
+    step = CASES[op].step(dtype, rows, width, device)
+    names: tuple[Runner, Runner] = ("cupy", "torch")
+    taken: dict[Runner, list[float]] = {"cupy": [], "torch": []}
+    for turn in range(_ROUNDS + 1):
+        for name in names:
+            found = _milliseconds(step, name)
+            if turn > 0:  # the first compiles
+                taken[name].append(found)
+    return {name: statistics.median(found) for name, found in taken.items()}
+
+
+def bands(times: dict[int, dict[Runner, float]]) -> Bands:
+    """Returns which is faster from which width on, of what :func:`compare` found for some widths."""
+    made: Bands = []
+    for width, of_width in sorted(times.items()):
+        name: Runner = "cupy" if of_width["cupy"] < _MARGIN * of_width["torch"] else "torch"
+        if (made[-1][1] if made else "torch") != name:
+            made.append((width, name))
+    return made
+
+
+def measure_card(device: torch.device, tell: Callable[[str], object] = print) -> Card:
+    """Returns the table of ``device``, a minute or two of measurements; ``tell`` gets a line of every dtype."""
+    choices: dict[str, dict[str, Bands]] = {}
+    with torch.cuda.device(device):
+        for op, case in CASES.items():
+            choices[op] = {}
+            for dtype in case.dtypes:
+                times = {width: compare(op, dtype, width, device) for width in case.widths}
+                torch.cuda.empty_cache()
+                found = choices[op][dispatch.name_of(dtype)] = bands(times)
+                gains = "  ".join(f"{width}: {one['torch'] / one['cupy']:.2f}x" for width, one in times.items())
+                tell(f"{op} {dispatch.name_of(dtype)}: {gains}  -> {found or 'torch'}")
+    return {"measured": about(device), "choices": choices}
+
+
+def about(device: torch.device) -> str:
+    """Returns card, versions and date, which a measurement holds for."""
+    card = torch.cuda.get_device_name(device)
+    return f"{card}, torch {torch.__version__}, CuPy {_cupy()}, {time.strftime('%Y-%m-%d')}"
+
+
+@functools.cache
+def _cupy() -> str:
+    for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,173 @@
+"""Fused norms as modules and apex's functions of them; fusing what a model has."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fabricamp.nn
+from fabricamp.errors import ConfigError
+from fabricamp.nn import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fuse, norms
+from fabricamp.ops import dispatch, norm_kernels
+
+H, S, B = torch.float16, torch.float32, torch.bfloat16
+PAIRS = [(FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)]
+
+
+def test_all_names_are_there():
+    for name in fabricamp.nn.__all__:
+        assert callable(getattr(importlib.import_module("fabricamp.nn"), name)), name
+    assert set(dir(fabricamp.nn)) == set(fabricamp.nn.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'FusedGroupNorm'"):
+        _ = fabricamp.nn.FusedGroupNorm
+
+
+@pytest.mark.parametrize(("fused", "plain"), PAIRS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_modules_equal_torchs(fused, plain, affine):
+    mine, other = fused((3, 4), 1e-3, affine), plain((3, 4), 1e-3, affine)
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    if affine:
+        nn.init.normal_(other.weight, generator=torch.Generator().manual_seed(1))
+    mine.load_state_dict(other.state_dict())
+    assert torch.equal(mine(x), other(x))
+    assert list(mine.state_dict()) == list(other.state_dict())
+    assert (mine.eps, mine.elementwise_affine, mine.normalized_shape) == (1e-3, affine, (3, 4))
+
+
+def test_arguments_of_torchs_modules():
+    made = FusedLayerNorm(4, bias=False, device="cpu", dtype=H)
+    assert made.bias is None
+    assert made.weight.dtype == H
+    assert FusedRMSNorm([4], memory_efficient=True, dtype=B).weight.dtype == B
+    assert FusedRMSNorm(4, memory_efficient=True).memory_efficient
+
+
+@pytest.mark.parametrize(
+    ("module", "input_dtype", "parameter_dtype", "expected"),
+    [
+        (FusedLayerNorm, H, S, H),
+        (FusedLayerNorm, S, H, S),
+        (FusedRMSNorm, B, S, B),
+        (MixedFusedLayerNorm, H, S, S),
+        (MixedFusedLayerNorm, S, B, B),
+        (MixedFusedRMSNorm, H, S, S),
+        (MixedFusedRMSNorm, S, H, H),
+    ],
+)
+def test_dtypes_of_outputs(module, input_dtype, parameter_dtype, expected):
+    made = module(8).to(parameter_dtype)
+    x = torch.randn(2, 8).to(input_dtype).requires_grad_()
+    output = made(x)
+    assert output.dtype == expected
+    output.sum().backward()
+    assert (x.grad.dtype, made.weight.grad.dtype) == (input_dtype, parameter_dtype)
+    with torch.autocast("cpu", B):
+        assert made(x).dtype == B
+
+
+def test_mixed_modules_always_have_parameters():
+    with pytest.warns(UserWarning, match="MixedFusedLayerNorm always has parameters"):
+        MixedFusedLayerNorm(4, elementwise_affine=True)
+    with pytest.raises(ConfigError, match="use FusedRMSNorm for a norm without any"):
+        MixedFusedRMSNorm(4, elementwise_affine=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert MixedFusedRMSNorm(4, 1e-3, memory_efficient=True, device="cpu").eps == 1e-3
+
+
+def test_apex_functions_and_their_defaults():
+    x, weight, bias = torch.randn(3, 8) * 1e-3, torch.rand(8) + 0.5, torch.randn(8)
+    layer = nn.functional.layer_norm(x, (8,), weight, bias, 1e-6)
+    rms = nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    torch.testing.assert_close(norms.fused_layer_norm_affine(x, weight, bias, (8,)), layer)
+    torch.testing.assert_close(norms.fused_layer_norm(x, (8,)), nn.functional.layer_norm(x, (8,), eps=1e-6))
+    torch.testing.assert_close(norms.fused_rms_norm_affine(x, weight, 8), rms)
+    torch.testing.assert_close(norms.fused_rms_norm(x, 8), nn.functional.rms_norm(x, (8,), eps=1e-6))
+    torch.testing.assert_close(norms.manual_rms_norm(x, 8, weight, 1e-6), rms)
+    torch.testing.assert_close(
+        norms.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8), layer, atol=5e-3, rtol=0
+    )
+    torch.testing.assert_close(norms.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8), rms, atol=5e-3, rtol=0)
+    assert norms.mixed_dtype_fused_layer_norm_affine(x, weight.half(), bias.half(), 8).dtype == H
+    assert norms.manual_rms_norm(x, 8, weight.half(), 1e-6).dtype == H
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.first = nn.LayerNorm(8, bias=False)
+        self.second = nn.RMSNorm(8)
+        self.same = self.first
+
+    def forward(self, x):
+        return self.second(self.same(self.linear(x)) + self.first(x))
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_fuse_keeps_all_but_the_class():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), OwnNorm(8), nn.GroupNorm(2, 8)).to(torch.float64).eval()
+    model[0].first.weight.requires_grad_(False)
+    calls = []
+    model[0].second.register_forward_hook(lambda *_: calls.append(1))
+    before, state = list(model.modules()), copy.deepcopy(model.state_dict())
+    x = torch.randn(4, 8, dtype=torch.float64)
+    expected = model(x)
+    assert fuse(model) is model
+    assert all(one is other for one, other in zip(model.modules(), before, strict=True))
+    assert [type(model[0].first), type(model[0].second)] == [FusedLayerNorm, FusedRMSNorm]
+    assert [type(model[1]), type(model[2])] == [OwnNorm, nn.GroupNorm]
+    assert model[0].same is model[0].first
+    assert not model[0].first.weight.requires_grad
+    assert not model[0].second.training
+    assert torch.equal(model(x), expected)
+    assert len(calls) == 2
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model[0].first)))
+    assert type(again) is FusedLayerNorm
+    assert torch.equal(again(x), model[0].first(x))
+
+
+@pytest.mark.parametrize("plain", [nn.LayerNorm, nn.RMSNorm])
+def test_fuse_of_a_bare_norm(plain):
+    norm = plain(8)
+    assert fuse(fuse(norm)) is norm
+    assert isinstance(norm, (FusedLayerNorm, FusedRMSNorm))
+    assert not norm.memory_efficient
+
+
+def test_a_fused_model_trains_through_the_kernels(kernel_device):
+    norm_kernels.forget()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 24), nn.RMSNorm(24, eps=1e-5)).to(
+        kernel_device
+    )
+    model = fuse(copy.deepcopy(plain))
+    x = torch.randn(6, 8, device=kernel_device)
+    with dispatch.always("cupy"):
+        outputs = [one(x).square() for one in (plain, model)]
+    assert type(outputs[1].grad_fn.next_functions[0][0]).__name__ == "_NormaliseBackward"
+    for output in outputs:
+        output.mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_fused_model_compiles_whole():
+    model = fuse(nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.RMSNorm(24)))
+    x = torch.randn(6, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
