@@ -22,6 +22,7 @@ from fabricamp.hooks import call_all, overrides
 from fabricamp.loggers.run_folder import RunFolderLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.module import TrainingModule
+from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision import precision_from
 from fabricamp.properties import TrainerProperties
 from fabricamp.rng import deterministic_mode
@@ -327,6 +328,7 @@ class Trainer(TrainerProperties):
                 path = next((one.last_model_path for one in self.checkpoint_callbacks if one.last_model_path), "none")
                 logger_.warning("fabricamp: %s; checkpoint: %s", explanation, path)
         self.precision.drain()
+        check_peers()
         call_all(session.hooks("on_fit_end"))
 
     def _fail(self, session: Session, error: BaseException) -> None:

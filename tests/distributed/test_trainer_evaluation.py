@@ -94,7 +94,6 @@ def on_every_rank():
             Classifier(),
             DataLoader(data(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank)),
         ),
-        error_of(quiet_trainer(**options, max_epochs=1, sync_batchnorm=True).fit, Classifier(), loader()),
         error_of(quiet_trainer(**options, max_epochs=1).fit, Classifier() if rank == 0 else Wider(), loader()),
     ]  # fmt: skip
     return results, odd, messages
@@ -134,12 +133,11 @@ def test_names_that_only_some_ranks_log(ranks):
 
 
 def test_what_ranks_do_not_agree_on_is_named_on_all_of_them(ranks):
-    for _, _, (lengths, sizes, seeds, batchnorm, modules) in ranks:
+    for _, _, (lengths, sizes, seeds, modules) in ranks:
         assert "DistributedError: train_dataloaders has different numbers of batches on the ranks" in lengths
         assert "rank 0: 2, rank 1: 4" in lengths
         assert "DistributedError: train_dataloaders" in sizes
         assert "different datasets or seeds" in seeds
-        assert batchnorm.startswith("ConfigError: sync_batchnorm=True needs GPUs")
         assert "DistributedError: ranks 0 and 1 built different modules" in modules
 
 

@@ -1,0 +1,152 @@
+"""From BatchNorm to SyncBatchNorm in a whole module, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from fabricamp.errors import ConfigError
+from fabricamp.nn.sync_batch_norm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+__all__ = ["convert_syncbn_model", "create_syncbn_process_group", "revert_syncbn_model"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What a module keeps besides its tensors; the dictionaries themselves go over, so that handles still remove their hooks."""
+_ORIGINAL = "_batch_norm_before"
+
+
+def convert_syncbn_model(
+    module: Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> Module:
+    """Returns ``module`` with every BatchNorm in it (or itself) replaced by :class:`SyncBatchNorm` over ``process_group``.
+
+    Parameters and buffers are the same objects, so optimizers that have them stay right, and ``requires_grad``, dtype, device,
+    ``training`` and hooks stay as they are.  Layers that are SyncBatchNorm already are left alone.  :func:`revert_syncbn_model`
+    takes it back.  ``channel_last`` is for inputs whose last dimension has the channels; memory formats need no option.
+    """
+
+    def convert(layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+            return layer
+        return _as_synchronised(layer, process_group, channel_last=channel_last)
+
+    return cast("Module", _replaced(module, convert, {}))
+
+
+def revert_syncbn_model(module: Module, layers: Collection[nn.Module] | None = None) -> Module:
+    """Returns ``module`` with every :class:`SyncBatchNorm` in it (or itself) replaced by the BatchNorm that it was made from.
+
+    Only those among ``layers`` where that is given.  One that was built as such becomes a BatchNorm for inputs of any dimension;
+    one with ``fuse_relu`` or ``channel_last`` cannot, and raises :class:`ConfigError`.
+    """
+
+    def revert(layer: nn.Module) -> nn.Module:
+        chosen = isinstance(layer, SyncBatchNorm) and (layers is None or any(layer is one for one in layers))
+        return _reverted(cast("SyncBatchNorm", layer)) if chosen else layer
+
+    return cast("Module", _replaced(module, revert, {}))
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """Returns this rank's group among groups of ``group_size`` neighbouring ranks; None (all ranks) for 0.
+
+    Every rank calls it, with the same size.
+    """
+    if group_size == 0:
+        return None
+    ranks = dist.get_world_size()
+    if group_size < 0 or ranks % group_size:
+        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        raise ConfigError(
+            f"group_size={group_size} does not divide the {ranks} ranks; it can be {', '.join(map(str, fitting))}, or 0 for all"
+        )
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, ranks, group_size)]
+    return cast("dist.ProcessGroup", groups[dist.get_rank() // group_size])
+
+
+class _AnyBatchNorm(_BatchNorm):
+    """What a SyncBatchNorm that never was another layer becomes."""
+
+    def _check_input_dim(self, _input: object) -> None:
+        """Any will do."""
+
+
+def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module], done: dict[int, nn.Module]) -> nn.Module:
+    """Replaces ``module`` and all below; a layer that stands in several places stays one."""
+    if id(module) in done:
+        return done[id(module)]
+    new = done[id(module)] = replace(module)
+    if new is module:
+        for name, child in list(module._modules.items()):
+            if child is not None and (replaced := _replaced(child, replace, done)) is not child:
+                module._modules[name] = replaced
+    else:
+        done[id(new)] = new
+    return new
+
+
+def _as_synchronised(layer: _BatchNorm, group: dist.ProcessGroup | None, *, channel_last: bool) -> SyncBatchNorm:
+    if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
+        raise ConfigError(
+            f"{type(layer).__name__} has no number of channels yet; run one batch through the module before the conversion"
+        )
+    if group is None and isinstance(layer, nn.SyncBatchNorm):
+        group = layer.process_group
+    new = SyncBatchNorm(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        affine=False,
+        track_running_stats=False,
+        process_group=group,
+        channel_last=channel_last,
+    )
+    _move(layer, new)
+    # Not as a child: it is no layer of the model.
+    object.__setattr__(new, _ORIGINAL, layer)
+    return new
+
+
+def _reverted(layer: SyncBatchNorm) -> _BatchNorm:
+    if layer.fuse_relu or layer.channel_last:
+        raise ConfigError(
+            "a SyncBatchNorm with fuse_relu or channel_last has no BatchNorm that does the same; replace it by hand"
+        )
+    original = getattr(layer, _ORIGINAL, None)
+    if original is None:
+        original = _AnyBatchNorm(layer.num_features, layer.eps, layer.momentum, affine=False, track_running_stats=False)
+    _move(layer, original)
+    return cast("_BatchNorm", original)
+
+
+def _move(source: _BatchNorm, target: _BatchNorm) -> None:
+    """Gives ``target`` all that ``source`` is: its tensors themselves, its options, its hooks."""
+    target._parameters = source._parameters
+    target._buffers = source._buffers
+    for name in ("eps", "momentum", "affine", "track_running_stats", "training"):
+        setattr(target, name, getattr(source, name))
+    for name in _HOOKS:
+        setattr(target, name, getattr(source, name))

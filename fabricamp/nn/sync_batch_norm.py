@@ -1,0 +1,120 @@
+"""BatchNorm whose statistics are those of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.batch_norm_exchange import BatchNormExchange
+from fabricamp.ops.sync_batch_norm import sync_batch_norm
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation over the batches of all ranks of ``process_group`` (None: all ranks), as BatchNorm over the joined batch.
+
+    Inputs are (N, C) or (N, C, ...) in any memory format; with ``channel_last`` the last dimension has the channels.  Ranks may
+    have different numbers of samples.  ``fuse_relu`` cuts the output at 0, and ``forward(input, z)`` adds ``z`` before that, each
+    in training and in evaluation.  Parameters, buffers and state dict are BatchNorm's.  In training without
+    ``torch.distributed`` it is BatchNorm; in evaluation ranks never meet.  Gradients of weight and bias are this rank's part,
+    which a data-parallel wrapper averages.
+
+    ``exchange``: how statistics cross ranks: "peer" (inside a kernel, between GPUs that write each other's memory), "collective",
+    or None for the faster one that works; the environment variable ``FABRICAMP_SYNCBN_EXCHANGE`` decides where it is None.
+
+    >>> layer = SyncBatchNorm(8, fuse_relu=True)
+    >>> layer(torch.randn(4, 8, 5, 5)).min().item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+        *,
+        exchange: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+        self._exchange = BatchNormExchange(num_features, process_group, exchange)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose batches are one; None: all there are."""
+        return self._exchange.group
+
+    @property
+    def exchanges(self) -> dict[str, str]:
+        """How statistics cross ranks and why, by device; empty before the first batch."""
+        return self._exchange.known_routes()
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+        """Returns ``input`` normalised, times weight plus bias, plus ``z``; 0 where that is below and ``fuse_relu`` is set."""
+        if not self.training:
+            return self._evaluated(input, z)
+        running_mean, running_var = self.running_mean, self.running_var
+        running = None
+        if running_mean is not None and running_var is not None:
+            running = (running_mean, running_var, self.num_batches_tracked)
+        momentum = self.momentum
+        return sync_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            running,
+            z=z,
+            # Without running values there is nothing that it would move.
+            momentum=0.0 if running is None else momentum,
+            eps=self.eps,
+            relu=self.fuse_relu,
+            channel_last=self.channel_last or input.dim() == 2,
+            exchange=self._exchange,
+        )
+
+    def _evaluated(self, x: Tensor, z: Tensor | None) -> Tensor:
+        """By the running values, or where there are none by this rank's own batch."""
+        self._check_input_dim(x)
+        if self.channel_last:
+            x = x.movedim(-1, 1)
+        y = F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.running_mean is None and self.running_var is None,
+            0.0,
+            self.eps,
+        )
+        if self.channel_last:
+            y = y.movedim(1, -1)
+        if z is not None:
+            y = y + z
+        return y.relu() if self.fuse_relu else y
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # torch's name
+        if input.dim() < 2:
+            raise ConfigError(f"SyncBatchNorm takes (N, C) or (N, C, ...), not an input of {input.dim()} dimensions")
+
+    def extra_repr(self) -> str:
+        """Returns BatchNorm's line, with what is set besides."""
+        more = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
+        return ", ".join([super().extra_repr(), *[f"{name}=True" for name in more]])  # type: ignore[no-untyped-call]

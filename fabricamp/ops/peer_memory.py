@@ -1,0 +1,219 @@
+"""Memory that every rank of a group can write: how statistics cross ranks inside a kernel.
+
+The one file with torch's symmetric memory, an alpha interface: it is looked for when it is needed, and used for plain addresses
+of the peers' memory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fabricamp.errors import DistributedError
+from fabricamp.ops.bridge import runs_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+__all__ = ["ALLOCATORS", "Mapped", "Slot", "Workspace", "check_peers", "obstacle_on", "workspace_of"]
+
+_BLOCK_WORDS: Final = 2**19
+"""Words of 8 bytes that are mapped at a time: 4 MiB, a ResNet-50's on two ranks."""
+_USUAL_TIMEOUT: Final = timedelta(minutes=30)
+_NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+class Mapped(NamedTuple):
+    """A block of words that all ranks have mapped: where this rank sees each rank's, and what keeps them mapped."""
+
+    addresses: list[int]
+    keep: Any
+
+
+class Slot(NamedTuple):
+    """A layer's own part of the workspace; its addresses and its count of exchanges lie in device memory."""
+
+    addresses: Tensor
+    exchanges: Tensor
+
+
+def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:
+    """Maps zeroed words through torch's symmetric memory; called by every rank of the group."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    with _without_multicast():
+        own = symmetric.empty(words, dtype=torch.int64, device=device)
+        own.zero_()
+        handle = symmetric.rendezvous(own, group)
+    return Mapped(list(handle.buffer_ptrs), (own, handle))
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Keeps torch from setting up NVLink multicast, a scarce thing of the whole host that is not used here."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+ALLOCATORS: Final[dict[str, Callable[[int, dist.ProcessGroup, torch.device], Mapped]]] = {"cuda": _symmetric_memory}
+"""How zeroed words are mapped by all ranks of a group, by device type; the tests add one for "cpu"."""
+
+
+class Workspace:
+    """Memory of one group on one device, in slots that never move, and the word that says that a rank did not come.
+
+    Slots are given out in the same order on every rank, since every rank reaches its layers in the same order; a slot stays its
+    layer's until the group is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = weakref.ref(group)
+        self.device = device
+        self.timeout = _timeout_of(group, device)
+        self.failed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.host_failed = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Read at every call: a tenth of a microsecond so.
+        self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
+        self._blocks: list[Mapped] = []
+        self._size = self._used = 0
+        self._ranks = dist.get_world_size(group)
+
+    def grow(self, words: int) -> str:
+        """Maps a block for ``words`` more; returns why that cannot be.  A collective: the answer is the same on every rank."""
+        group = self.group()
+        assert group is not None
+        size = max(words, _BLOCK_WORDS)
+        problem, block = "", None
+        try:
+            block = ALLOCATORS[self.device.type](size, group, self.device)
+        except (RuntimeError, ImportError, AttributeError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # zeroed before a peer writes
+        problems: list[str] = [""] * self._ranks
+        dist.all_gather_object(problems, problem, group=group)
+        if any(problems):
+            return next(one for one in problems if one)
+        assert block is not None
+        self._blocks.append(block)
+        self._size, self._used = size, 0
+        return ""
+
+    def slot(self, words: int) -> Slot:
+        """Returns ``words`` words for a layer, zeroed; a collective where another block has to be mapped."""
+        words += -words % 16  # lines of 128 bytes
+        if self._used + words > self._size and (problem := self.grow(words)):
+            raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
+        start = 8 * self._used
+        self._used += words
+        addresses = [address + start for address in self._blocks[-1].addresses]
+        return Slot(
+            torch.tensor(addresses, dtype=torch.int64).to(self.device),
+            torch.zeros(1, dtype=torch.int32, device=self.device),
+        )
+
+    def check(self) -> None:
+        """Raises :class:`DistributedError` where a kernel gave up waiting for a rank; waits for nothing."""
+        missing = self.failure.value
+        if missing:
+            group = self.group()
+            own = "?" if group is None else dist.get_rank()
+            who = missing - 1 if group is None else dist.get_global_rank(group, missing - 1)
+            raise DistributedError(
+                f"rank {own} waited {self.timeout.total_seconds():g} s in a SyncBatchNorm for rank {who}, which did not "
+                "come: it is dead, hangs, or runs other layers; what was computed since is not to be used; see that "
+                f"rank's log, or give the process group a longer timeout if it was only slow"
+            )
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of the group waits."""
+    try:
+        found = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return _USUAL_TIMEOUT
+    return found if isinstance(found, timedelta) else _USUAL_TIMEOUT
+
+
+_workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup], Workspace | None, str]] = {}
+
+
+def workspace_of(group: dist.ProcessGroup, device: torch.device) -> tuple[Workspace | None, str]:
+    """Returns the group's workspace on ``device``, or None and why there is none.
+
+    The first call is a collective; its answer is the same on every rank.
+    """
+    key = (group.group_name, device)
+    found = _workspaces.get(key)
+    if found is None or found[0]() is not group:
+        workspace: Workspace | None = None
+        reason = _obstacle(group, device)
+        if not reason:
+            workspace = Workspace(group, device)
+            reason = workspace.grow(0)
+        found = _workspaces[key] = (weakref.ref(group), None if reason else workspace, reason)
+    return found[1], found[2]
+
+
+def check_peers() -> None:
+    """Raises :class:`DistributedError` where a kernel gave up waiting for a rank, in any group of this process.
+
+    A layer asks at its next call; this is for where there is none: after the last step, or between replays of a CUDA graph.
+    """
+    for _, workspace, _ in _workspaces.values():
+        if workspace is not None:
+            workspace.check()
+
+
+def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why the ranks of a group cannot write each other's memory, the same on every rank; empty where they can."""
+    mine = (*_place(device), obstacle_on(device))
+    everyone: list[tuple[str, str, str]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if problem := next((problem for _, _, problem in everyone if problem), ""):
+        return problem
+    if len({host for host, _, _ in everyone}) > 1:
+        return "the ranks are on several machines"
+    if len({one for _, one, _ in everyone}) < len(everyone):
+        return "several ranks share one GPU"
+    return ""
+
+
+def _place(device: torch.device) -> tuple[str, str]:
+    """Names the machine and the device, alike in all processes of the machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    if device.type != "cuda":
+        return host, f"process {os.getpid()}"
+    return host, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def obstacle_on(device: torch.device) -> str:
+    """Why kernels on ``device`` cannot meet those of other ranks, as far as this process can tell; empty where they can."""
+    if not runs_kernels(device):
+        return f"there are no kernels for {device.type}"
+    if device.type not in ALLOCATORS:
+        return f"ranks do not share memory on {device.type}"
+    own = device.index or 0
+    others = [other for other in range(torch.cuda.device_count()) if other != own]
+    if device.type == "cuda" and others and not any(torch.cuda.can_device_access_peer(own, other) for other in others):
+        return "the GPUs of this machine do not reach each other's memory"
+    return ""

@@ -1,0 +1,308 @@
+"""SyncBatchNorm over several ranks: BatchNorm over the joined batch, by every exchange; and where a rank does not come."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
+from fabricamp.ops import peer_memory
+from fabricamp.ops.batch_norm_exchange import VARIABLE
+from tests.cuda_on_cpu.shared_memory import use_kernels
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+HALF = torch.float16
+
+
+def joined(counts, shape, dtype=torch.float32):
+    """The same on every rank: input, residual and incoming gradient of the joined batch, and which part of it is this rank's."""
+    generator = torch.Generator().manual_seed(sum(counts) + shape[0])
+    whole = (sum(counts), *shape)
+    rank = dist.get_rank()
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    tensors = [torch.randn(whole, generator=generator).mul(2).add(1).to(dtype) for _ in range(3)]
+    return tensors, own
+
+
+def expected_of(layer, x, z, dy):
+    """BatchNorm over the joined batch, in double."""
+    layer = copy.deepcopy(layer).double()
+    x, z = (None if one is None else one.double().requires_grad_() for one in (x, z))
+    y = F.batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, True, layer.momentum, layer.eps
+    )
+    y = y if z is None else y + z
+    if layer.fuse_relu:
+        y = y * (y > 0)
+    y.backward(dy.double())
+    return y.detach(), x.grad, None if z is None else z.grad, layer
+
+
+def near(found, expected, dtype=torch.float32):
+    error = (found.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-6)
+    assert error < {torch.float32: 1e-5, HALF: 1e-3}[dtype], float(error)
+
+
+def check(layer, counts, shape, *, dtype=torch.float32, residual=False, rows=False, device="cpu"):
+    """One step of ``layer`` on this rank's part of a batch, which equals BatchNorm's step on the whole."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 2, layer.num_features))
+        layer.bias.copy_(torch.linspace(-1, 1, layer.num_features))
+    (x, z, dy), own = joined(counts, shape, dtype)
+    before = copy.deepcopy(layer).cpu()
+    y, dx, dz, after = expected_of(before, x, z if residual else None, dy)
+
+    def part(tensor):
+        tensor = tensor[own].to(device)
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if rows else tensor.contiguous()
+
+    leaf, extra = part(x).requires_grad_(), part(z).requires_grad_() if residual else None
+    layer.zero_grad()
+    found = layer(leaf, extra)
+    found.backward(part(dy))
+    if counts[dist.get_rank()]:
+        near(found.detach(), y[own], dtype)
+        near(leaf.grad, dx[own], dtype)
+        if residual:
+            near(extra.grad, dz[own], dtype)
+    for name in ("weight", "bias"):
+        gradient = getattr(layer, name).grad.clone()
+        dist.all_reduce(gradient)
+        near(gradient, getattr(after, name).grad, dtype)
+    near(layer.running_mean, after.running_mean, dtype)
+    near(layer.running_var, after.running_var, dtype)
+    everyone = [torch.empty_like(layer.running_var) for _ in counts]
+    dist.all_gather(everyone, layer.running_var)
+    assert all(torch.equal(one, everyone[0]) for one in everyone)
+
+
+def reference_checks(*all_counts):
+    for counts in all_counts:
+        check(SyncBatchNorm(5), counts, (5,))
+        check(SyncBatchNorm(6, fuse_relu=True), counts, (6, 3, 5), residual=True)
+        check(SyncBatchNorm(6, momentum=0.3), counts, (6, 2, 3, 2), dtype=HALF, rows=True)
+    layer = SyncBatchNorm(5)
+    check(layer, all_counts[0], (5,))
+    check(layer, all_counts[-1], (5, 7))  # another shape, and running values that are not the first
+    assert layer.exchanges == {"cpu": "collective: there are no kernels for cpu"}
+
+
+@pytest.mark.parametrize("counts", [[(3, 3), (1, 4), (5, 0)], [(2, 3, 1), (0, 4, 0)], [(1, 2, 1, 3)]], ids=str)
+def test_equals_batchnorm_over_the_joined_batch(counts):
+    run_ranks(reference_checks, len(counts[0]), *counts)
+
+
+def kernel_checks(exchange, reverse, *all_counts):
+    use_kernels(reverse)
+    for counts in all_counts:
+        for residual in (False, True):
+            layer = SyncBatchNorm(20, fuse_relu=residual, exchange=exchange)
+            check(layer, counts, (20, 6), rows=residual, residual=residual)
+            check(layer, counts, (20, 8), rows=residual, residual=residual)
+    assert layer.exchanges["cpu"].startswith("peer" if exchange == "peer" else "collective: asked for")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "reverse", "counts"),
+    [
+        ("peer", False, [(3, 3), (1, 4), (5, 0)]),
+        ("peer", True, [(2, 3, 1), (0, 4, 0)]),
+        ("collective", False, [(3, 3), (1, 4), (5, 0)]),
+    ],
+)
+def test_kernels_equal_batchnorm_over_the_joined_batch(exchange, reverse, counts):
+    run_ranks(kernel_checks, len(counts[0]), exchange, reverse, *counts)
+
+
+def many_rounds():
+    """Layers in turn, accumulation, evaluation between, no gradient of the input: no round may take another's words."""
+    use_kernels()
+    rank = dist.get_rank()
+    peer, other = (
+        nn.Sequential(*[SyncBatchNorm(4, exchange=exchange) for _ in range(3)]) for exchange in ("peer", "collective")
+    )
+    generator = torch.Generator().manual_seed(rank)
+    for round_ in range(12):
+        x = torch.randn(2 + rank, 4, generator=generator) + round_
+        if round_ % 4 == 3 and rank == 0:
+            time.sleep(0.05)  # a rank that is merely slow
+        for model in (peer, other):
+            model.train()
+            model(x).square().sum().backward()  # the first layer's input needs no gradient
+            model(x[:1].clone().requires_grad_()).sum().backward()
+            with torch.no_grad():
+                model(x)
+                if rank == 0:
+                    model.eval()(x)
+    for one, two in zip(peer.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-4)
+    for one, two in zip(peer.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    del peer
+    copied = copy.deepcopy(other[0]).train()  # a layer of its own
+    copied(x)
+    assert copied._exchange.key != other[0]._exchange.key
+
+
+def test_many_rounds_by_peer_memory():
+    run_ranks(many_rounds, 2)
+
+
+def grouped():
+    group = create_syncbn_process_group(2)
+    rank = dist.get_rank()
+    pair = rank // 2
+    x = torch.randn(4, 3, 3, 5, generator=torch.Generator().manual_seed(1))
+    layer = SyncBatchNorm(3, process_group=group)
+    y = layer(x[rank])
+    expected = nn.BatchNorm1d(3)(x[2 * pair : 2 * pair + 2].flatten(0, 1)).unflatten(0, (2, 3))[rank % 2]
+    torch.testing.assert_close(y, expected)
+    assert copy.deepcopy(layer).process_group is group
+    assert create_syncbn_process_group(0) is None
+    with pytest.raises(ConfigError, match="group_size=3 does not divide the 4 ranks; it can be 1, 2, 4, or 0"):
+        create_syncbn_process_group(3)
+    alone = SyncBatchNorm(3, process_group=create_syncbn_process_group(1))
+    torch.testing.assert_close(alone(x[rank]), nn.BatchNorm1d(3)(x[rank]))
+    assert alone.exchanges == {"cpu": "alone: its group has one rank"}
+    strangers = dist.new_group([0])
+    if rank:
+        with pytest.raises(ConfigError, match="is not in this SyncBatchNorm's process_group"):
+            SyncBatchNorm(3, process_group=strangers or dist.GroupMember.NON_GROUP_MEMBER)(x[rank])
+
+
+def test_process_groups():
+    run_ranks(grouped, 4)
+
+
+def overridden():
+    os.environ[VARIABLE] = "peer"
+    with pytest.raises(ConfigError, match="'peer' of a SyncBatchNorm cannot work here: there are no kernels for cpu"):
+        SyncBatchNorm(3)(torch.randn(2, 3))
+    layer = SyncBatchNorm(3, exchange="collective")
+    layer(torch.randn(2, 3))
+    assert layer.exchanges == {"cpu": "collective: asked for"}
+    os.environ[VARIABLE] = "per"
+    with pytest.raises(ConfigError, match="FABRICAMP_SYNCBN_EXCHANGE='per'.*did you mean 'peer'"):
+        SyncBatchNorm(3)(torch.randn(2, 3))
+    os.environ[VARIABLE] = ""
+
+
+def test_the_exchange_can_be_chosen():
+    with pytest.raises(ConfigError, match="exchange='nccl'"):
+        SyncBatchNorm(3, exchange="nccl")
+    run_ranks(overridden, 2)
+
+
+def somebody_is_missing():
+    use_kernels()
+    group = dist.new_group(timeout=dt.timedelta(seconds=1))
+    layer = SyncBatchNorm(256, process_group=group, exchange="peer")
+    x = torch.randn(5, 256)
+    layer(x)
+    peer_memory.check_peers()
+    if dist.get_rank() == 1:
+        return None
+    began = time.monotonic()
+    layer(x)  # waits, and returns: eight blocks, which come one after another on the CPU, but only the first one waits
+    waited = time.monotonic() - began
+    with pytest.raises(DistributedError, match="rank 0 waited 1 s in a SyncBatchNorm for rank 1") as error:
+        layer(x)
+    with pytest.raises(DistributedError):
+        peer_memory.check_peers()
+    return waited, time.monotonic() - began, str(error.value)
+
+
+def test_a_missing_rank_is_not_waited_for_for_ever():
+    found = run_ranks(somebody_is_missing, 2)
+    waited, altogether, words = found[0]
+    assert 0.9 < waited < 5
+    assert altogether - waited < 5
+    assert "longer timeout" in words
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), SyncBatchNorm(8), SyncBatchNorm(8, fuse_relu=True), nn.Linear(8, 3), nn.BatchNorm1d(3)
+        )
+        self.residual = SyncBatchNorm(3, momentum=None)
+
+    def forward(self, x):
+        y = self.layers(x)
+        return self.residual(y, y)
+
+
+def compiled():
+    torch.manual_seed(0)
+    eager = Net()
+    twin = copy.deepcopy(eager)
+    step = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        x = torch.randn(3 + dist.get_rank(), 6, generator=generator)
+        outputs = []
+        for model in (eager, step):
+            leaf = x.clone().requires_grad_()
+            y = model(leaf)
+            y.square().sum().backward()
+            outputs.append((y.detach(), leaf.grad))
+        torch.testing.assert_close(outputs[0], outputs[1])
+    for one, other in zip(eager.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(eager.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_without_a_break():
+    run_ranks(compiled, 2)
+
+
+class Normalised(Classifier):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), SyncBatchNorm(16, fuse_relu=True), nn.Linear(16, 3, bias=False)
+        )
+
+
+def trained(strategy, precision, batch_size):
+    module = Normalised()
+    layers = list(module.net)
+    seen = []
+    module.on_train_start = lambda: seen.append([type(layer) for layer in module.net])
+    quiet_trainer(strategy=strategy, devices="auto", precision=precision, max_epochs=2, sync_batchnorm=True).fit(
+        module, loader(32, batch_size)
+    )
+    assert [one is other for one, other in zip(module.net, layers, strict=True)] == [True] * 4  # taken back
+    return seen, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def trained_on_ranks():
+    return [trained("ddp", precision, 4) for precision in ("O0", "O2")]
+
+
+def test_a_trainer_synchronises_until_the_end_of_the_fit():
+    """Two ranks with half the batch train what one process trains with all of it; user's own layers stay as they are."""
+    ranks = run_ranks(trained_on_ranks, 2)
+    for index, (precision, tolerance) in enumerate((("O0", 1e-5), ("O2", 2e-2))):
+        (seen,), alone = trained("single", precision, 8)
+        assert seen[1] is nn.BatchNorm1d
+        for found in ranks:
+            (seen,), weights = found[index]
+            assert seen == [nn.Linear, SyncBatchNorm, SyncBatchNorm, nn.Linear]
+            for name, value in weights.items():
+                # A bias before a BatchNorm has no gradient but noise.
+                if name != "net.0.bias":
+                    torch.testing.assert_close(value, alone[name], rtol=tolerance, atol=tolerance, msg=name)
