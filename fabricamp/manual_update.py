@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from fabricamp.errors import ConfigError
-from fabricamp.precision.base import clip_gradients, demands_closure
+from fabricamp.precision.base import clip_gradients, demands_closure, write_gradients
 from fabricamp.update import Update
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ class ClosureUpdate(Update):
             if loss is None:
                 name = type(optimizer).__name__
                 raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
+            if self._holders is not None:
+                write_gradients(optimizer, self._strategy.reduce_gradients(self._holders()))
             return loss
 
         def closure() -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabricamp.checkpoint import (
     check_content,
     check_counters,
@@ -22,6 +20,8 @@ from fabricamp.loop import FitLoop
 from fabricamp.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.metrics import Metrics
 from fabricamp.module import Attachment, TrainingModule
+from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
+from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimization import (
     ManagedOptimizer,
     SchedulerConfig,
@@ -49,6 +49,7 @@ from fabricamp.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
     from torch.optim import Optimizer
 
     from fabricamp.data import Feed
@@ -79,6 +80,7 @@ class Session:
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: dict[str, Any] | None = None
+        self._synchronised: list[nn.Module] = []
         self.data = DataSource(source, module, trainer.strategy, trainer.precision, trainer.settings)
 
     # -- opening, in order -------------------------------------------------------------------------------------------------------
@@ -139,12 +141,10 @@ class Session:
             restore_weights(self.module, self.checkpoint, path)
 
     def _synchronise_batchnorm(self) -> None:
-        if self.strategy.device.type != "cuda":
-            raise ConfigError(
-                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm refuses CPU tensors; train on GPUs, or leave it out"
-            )
-        for name, child in list(self.module.named_children()):
-            setattr(self.module, name, torch.nn.SyncBatchNorm.convert_sync_batchnorm(child))
+        """Replaces every BatchNorm until :meth:`close`; those that the user made SyncBatchNorm stay what they are."""
+        before = set(self.module.modules())
+        convert_syncbn_model(self.module)
+        self._synchronised = [one for one in self.module.modules() if one not in before]
 
     def _open_optimizers(self) -> None:
         module = self.module
@@ -338,6 +338,7 @@ class Session:
         self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None]
     ) -> None:
         """Lets rank 0 ``write`` a checkpoint; every rank calls it, and every rank raises where it fails."""
+        check_peers()  # nothing is kept that was computed without a rank
         trainer, datamodule = self.trainer, self.source.datamodule
         checkpoint = gather_weights(self.module, self.strategy, self.precision, datamodule)
         checkpoint.update(gather_counters(trainer.state, self.moments.repeated_batches()))
@@ -368,6 +369,7 @@ class Session:
         self.attachment.manual_backward = self.attachment.manual_clip = None
         self.moments.end()
         self.precision.restore_module(self.module)
+        revert_syncbn_model(self.module, self._synchronised)
         if not failed or self.strategy.world_size == 1:
             # After a failure the other ranks may be anywhere: leaving the group would wait for them.
             self.strategy.teardown()

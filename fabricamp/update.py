@@ -20,7 +20,7 @@ from fabricamp.state import NON_FINITE
 from fabricamp.strategies.base import IN_PLACE, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
@@ -56,6 +56,9 @@ class Update:
         self._clip = parts.clip
         self._buffers = parts.precision.accumulation_buffers()
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
+        self._holders: Callable[[], Sequence[Tensor]] | None = None
+        if self._optimizer is not None and self._buffers is None and parts.strategy.asks_for_parameters:
+            self._holders = partial(parts.precision.gradient_holders, self._optimizer)
         self._follows_verdicts = parts.precision.follows_verdicts
         self._advances_at_once = self.schedules.follow_steps and not self._follows_verdicts
         if parts.precision.lag == 0:
@@ -196,7 +199,8 @@ class Update:
         optimizer, loss = self._optimizer, self.loss
         self.loss = None
         if optimizer is not None:
-            gradients = self._strategy.reduce_gradients(buffers=self._buffers) if self._exchanges else IN_PLACE
+            holders = None if self._holders is None else self._holders()
+            gradients = self._strategy.reduce_gradients(holders, self._buffers) if self._exchanges else IN_PLACE
             if self._gradients_are_seen:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
             else:

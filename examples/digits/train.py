@@ -28,7 +28,7 @@ class Stopwatch(Callback):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--precision", default="O0", help="opt level O0 to O5, or a name such as 16-mixed")
-    parser.add_argument("--strategy", default="auto", help="single, ddp, or auto: what fits the devices")
+    parser.add_argument("--strategy", default="auto", help="single, ddp, delayed_ddp, or auto: what fits the devices")
     parser.add_argument("--devices", default="auto", help="how many processes; under torchrun it decides")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, or auto: a GPU where there is one")
     parser.add_argument("--max-epochs", type=int, default=20)

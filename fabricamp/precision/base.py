@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.fused import FusedStep
+from fabricamp.precision.fused import FusedStep, flags_of
 from fabricamp.registry import Registry
 from fabricamp.strategies.base import IN_PLACE, Gradients
 
@@ -142,17 +142,30 @@ class Precision:
 
         ``loss``: given where this step is all of its window, what :meth:`close_window` is called with right after.
         """
-        if gradients is not IN_PLACE:
-            self.unscale(optimizer, gradients)
-            self._written = IN_PLACE
-        if clip is not None and run is None and isinstance(optimizer, FusedOptimizer):
-            device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-            state = optimizer.own_state(device)
-            FusedStep(state, state.scale, 1.0, skips=False)(optimizer, clip)
+        written, self._written = self._written, IN_PLACE
+        if run is None and isinstance(optimizer, FusedOptimizer):
+            self._step_fused(optimizer, IN_PLACE if gradients is written else gradients, clip)
             return
+        if gradients is not IN_PLACE and gradients is not written:
+            write_gradients(optimizer, gradients)
         if clip is not None:
             clip_gradients(optimizer, clip)
         (run or optimizer.step)()
+
+    def _step_fused(self, optimizer: FusedOptimizer, gradients: Gradients, clip: Clip | None) -> None:
+        """Clips and updates from wherever the gradients are; ``.grad`` stays as it is."""
+        tensors = gradients.tensors
+        flags = None if gradients.present is None else flags_of(gradients.present)
+        if clip is not None or gradients.divisor != 1:
+            device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+            state = optimizer.own_state(device)
+            step = FusedStep(state, state.scale, gradients.divisor, skips=False)
+            step(optimizer, clip, gradients=tensors, flags=flags)
+            return
+        if tensors is not None:
+            optimizer.gather(tensors, None, flags)
+            optimizer.steer(None)
+        optimizer.step()
 
     def close_window(self, loss: Tensor | None) -> Verdict | None:
         """Ends an update window; returns what became of the window ``lag`` windows ago, None before there is one."""
@@ -186,9 +199,8 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
     """Puts what a strategy averaged elsewhere, or left to be divided, into ``.grad``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if gradients.tensors is not None:
-        present = [True] * len(parameters) if gradients.present is None else gradients.present.tolist()
-        for parameter, value, here in zip(parameters, gradients.tensors, present, strict=True):
-            parameter.grad = value if here else None
+        for parameter, value in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = None if value is None else value.to(parameter.dtype)
     if gradients.divisor != 1:
         torch._foreach_div_(
             [parameter.grad for parameter in parameters if parameter.grad is not None], gradients.divisor

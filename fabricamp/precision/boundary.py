@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Boundary", "InsideStep", "OutsideStep"]
+__all__ = ["Boundary", "CachingBoundary", "InsideStep", "OpenBoundary", "OutsideStep"]
 
 
 class _Calls(threading.local):
-    """Whether this thread is in the user's step, and which bounded modules it is inside of."""
+    """Whether this thread is in the user's step, which bounded modules it is inside of, and what autocast did outside of them."""
 
     def __init__(self) -> None:
         self.armed = False
+        self.caching = True
         self.stack: list[nn.Module] = []
 
 
@@ -60,12 +61,20 @@ class Boundary:
             return None
         if not calls.armed and (torch.is_autocast_cache_enabled() or not self.was_called_from_step):
             return None
-        if self.dtype is not None and not any(parameter.dtype == self.dtype for parameter in module.parameters()):
-            return None  # a copy that was converted to something else
+        if not self.is_of(module):
+            return None
         self.was_called_from_step = True
         calls.stack.append(module)
         torch.set_autocast_cache_enabled(True)
+        return self.cast_inputs(args, kwargs)
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Returns the arguments in the module's own dtype; None where that is none in particular."""
         return None if self.dtype is None else (cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype))
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` is still what the boundary was made for, not a copy that was converted to something else."""
+        return self.dtype is None or any(parameter.dtype == self.dtype for parameter in module.parameters())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, or its exception: casts what goes to the step."""
@@ -78,6 +87,71 @@ class Boundary:
             return None
         torch.set_autocast_cache_enabled(False)
         return cast_floating(output, self.output_dtype)
+
+
+class OpenBoundary(Boundary):
+    """One that is always armed, for scripts: they call a module at any time and from any thread.
+
+    The flag that tells calls apart is the other way round here, on outside of modules and off inside: a script sets nothing.
+    """
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before the forward: casts what comes from the script."""
+        stack = _CALLS.stack
+        if stack:
+            stack.append(module)
+            return None
+        if not torch.is_autocast_cache_enabled() or not self.is_of(module):
+            return None
+        stack.append(module)
+        torch.set_autocast_cache_enabled(False)
+        return self.cast_inputs(args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward, or its exception: casts what goes to the script."""
+        inside = bool(_CALLS.stack)
+        result = super().leave(module, args, output)
+        if inside and not _CALLS.stack:
+            torch.set_autocast_cache_enabled(True)
+        return result
+
+
+class CachingBoundary:
+    """Lets autocast keep the half weights that it made for the length of one call of a module, and no longer.
+
+    For scripts, in which autocast is on all the time: what it kept across calls would be old weights after a step or a loaded
+    state dict, and weights without gradient after an evaluation.  ``output_dtype`` None leaves outputs as they are.
+    """
+
+    def __init__(self, output_dtype: torch.dtype | None) -> None:
+        self.output_dtype = output_dtype
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hooks ``module``; returns what removes the hooks."""
+        return [
+            module.register_forward_pre_hook(self.enter, prepend=True),
+            module.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before the forward."""
+        if not _CALLS.stack:
+            _CALLS.caching = torch.is_autocast_cache_enabled()
+        _CALLS.stack.append(module)
+        torch.set_autocast_cache_enabled(True)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward, or its exception."""
+        stack = _CALLS.stack
+        if not any(entry is module for entry in stack):
+            return None
+        while stack.pop() is not module:
+            pass
+        if stack:
+            return None
+        torch.set_autocast_cache_enabled(_CALLS.caching)
+        torch.clear_autocast_cache()
+        return None if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
 
 class InsideStep:

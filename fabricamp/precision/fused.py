@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from fabricamp import ops
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from fabricamp.optimizers.base import FusedOptimizer
     from fabricamp.precision.base import Clip
 
-__all__ = ["FusedStep", "add_up"]
+__all__ = ["FusedStep", "add_up", "flags_of"]
+
+
+_FLAGS = WeakTensorKeyDictionary()
+
+
+def flags_of(present: Tensor) -> list[Tensor]:
+    """Cuts one flag a parameter into fp32 numbers, which fused optimizers read on the device; the same tensor's are one list."""
+    flags: list[Tensor] | None = _FLAGS.get(present)
+    if flags is None:
+        flags = _FLAGS[present] = list(present.to(torch.float32).unbind())
+    return flags
 
 
 class FusedStep(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.precision.fused import flags_of
 from fabricamp.precision.master_weights import adopt
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.master_weights import MasterWeights
     from fabricamp.strategies.base import Gradients
 
-__all__ = ["Binding", "Gradient"]
+__all__ = ["Binding", "Gradient", "pair", "values_of"]
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
@@ -86,8 +87,8 @@ class Binding:
         self.copies: list[Tensor | None] | None = None
         self.writes = False
         """Whether gradients of targets were written since the last :meth:`clear`."""
-        self._apart: list[tuple[Tensor, Tensor]] = []  # whose gradients a step clears
-        self._present: tuple[Tensor, list[Tensor]] | None = None
+        self.apart: list[tuple[Tensor, Tensor]] = []
+        """Holders and targets that are two tensors, or stand for one that is summed elsewhere: a step clears their gradients."""
         self._masters = masters
         self._exchanged = exchanged
         self._sums = _Sums([]) if sums else None
@@ -108,7 +109,7 @@ class Binding:
             self._move_sums(holders)
         self.holders = holders
         pairs = list(zip(holders, self.targets, strict=True))
-        self._apart = [pair for pair in pairs if self._sums is not None or pair[0] is not pair[1]]
+        self.apart = [pair for pair in pairs if self._sums is not None or pair[0] is not pair[1]]
         if self._masters is not None:
             self.copies = [None if holder is target else holder for holder, target in pairs]
 
@@ -172,13 +173,7 @@ class Binding:
             return self._summed(gradients), None
         if gradients.tensors is None or gradients.present is None:
             return self._given(gradients), None
-        return self._given(gradients._replace(present=None)), self._flags(gradients.present)
-
-    def _flags(self, present: Tensor) -> list[Tensor]:
-        """One fp32 number a parameter; the same list as long as the same tensor comes."""
-        if self._present is None or self._present[0] is not present:
-            self._present = present, list(present.to(torch.float32).unbind())
-        return self._present[1]
+        return self._given(gradients._replace(present=None)), flags_of(gradients.present)
 
     def _summed(self, gradients: Gradients) -> list[Tensor | None]:
         sums = self._sums
@@ -203,7 +198,7 @@ class Binding:
                 "strategy.reduce_gradients(buffers=precision.accumulation_buffers(optimizer)) before step"
             )
 
-    def _given(self, gradients: Gradients) -> list[Tensor | None]:
+    def _given(self, gradients: Gradients) -> Sequence[Tensor | None]:
         if gradients.tensors is None:
             return list(map(_grad, self.holders))
         if len(gradients.tensors) != len(self.holders):
@@ -211,21 +206,18 @@ class Binding:
                 f"step got {len(gradients.tensors)} gradient tensors for {len(self.holders)} parameters; give one (or None) "
                 "for each of precision.gradient_holders(optimizer), in that order"
             )
-        values = list(gradients.tensors)
-        if gradients.present is None:
-            return values
-        return [value if here else None for value, here in zip(values, gradients.present.tolist(), strict=True)]
+        return gradients.values()
 
     def clear(self) -> None:
         """Forgets the window's gradients, except where the optimizer's own ``.grad`` is what backward fills."""
         self.seen = None
         if self._sums is not None:
             self._sums.clear()
-        for holder, _ in self._apart:
+        for holder, _ in self.apart:
             holder.grad = None
         if self.writes:
             self.writes = False
-            for _, target in self._apart:
+            for _, target in self.apart:
                 target.grad = None
 
     def release(self) -> None:
@@ -248,3 +240,29 @@ def _where(values: Sequence[Tensor], here: Sequence[bool]) -> list[Tensor | None
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
+    """Where the values of a gradient are, and where they go: ``target.grad``, in the target's dtype."""
+    _, target, value = gradient
+    if value.is_sparse:
+        value = value.coalesce()
+        target.grad = torch.sparse_coo_tensor(
+            value.indices(),
+            value.values().to(target.dtype, copy=True),
+            value.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        return value.values(), target.grad.values()
+    if value.dtype == target.dtype:
+        target.grad = value
+        return value, value
+    target.grad = torch.empty_like(target)
+    return value, target.grad
+
+
+def values_of(gradient: Tensor | None) -> Tensor:
+    """Returns the numbers of a gradient, of a sparse one too."""
+    assert gradient is not None
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import Precision, Verdict
 from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
-from fabricamp.precision.casting import CONVERTIBLE, cast_floating, modules_to_convert, own_tensors, owns_any
+from fabricamp.precision.casting import cast_floating
+from fabricamp.precision.conversion import bound, check_autocast, convert
 from fabricamp.precision.loss_scaler import LAG, LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.nonfinite import described
@@ -153,11 +155,12 @@ class OptLevel(Precision):
         self.check_device(self._device.type)
         level = self.level
         if level.autocast is not None:
-            self._check_autocast(module, level.autocast)
+            check_autocast(module, level.autocast, self.name, self._device.type)
             self._autocast = Autocast(self._device.type, level.autocast)
         converted: set[int] = set()
         if level.cast_model_type is not None:
-            converted = self._convert(module, level.cast_model_type)
+            keep = level.keep_batchnorm_fp32
+            converted = convert(module, level.cast_model_type, self._full, keep_batchnorm_fp32=keep)
         elif level.cast_model_outputs is not None:
             converted = {id(parameter) for parameter in module.parameters() if parameter.is_floating_point()}
         if converted:
@@ -171,45 +174,12 @@ class OptLevel(Precision):
     def _new_scaler(self) -> LossScaler:
         return LossScaler.for_level(self.level, self._device, sticky=self.nan_policy in ("stop", "raise"))
 
-    def _check_autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.dtype in _HALF:
-                raise ConfigError(
-                    f"parameter {name} is {parameter.dtype} already, but precision {self.name!r} keeps fp32 weights; "
-                    "bring the module in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
-                )
-        # oneDNN, where torch's autocast sends an LSTM on CPUs, trains none in fp16.
-        lstm = next((name for name, one in module.named_modules() if isinstance(one, nn.LSTM)), None)
-        if lstm is not None and dtype is torch.float16 and self._device.type == "cpu":
-            raise ConfigError(
-                f"precision {self.name!r} on CPU with an LSTM ({lstm or type(module).__name__}), which torch cannot train "
-                "in fp16 under autocast there; use 'O4' (bfloat16), 'O2' or 'O0'"
-            )
-
-    def _convert(self, module: nn.Module, dtype: torch.dtype) -> set[int]:
-        """Converts weights and buffers; returns the ids of the parameters."""
-        kept_fp32: set[int] = set()
-        chosen = modules_to_convert(module, keep_batchnorm_fp32=self.level.keep_batchnorm_fp32)
-        chosen_ids = set(map(id, chosen))
-        for other in module.modules():
-            if id(other) not in chosen_ids:
-                kept_fp32.update(map(id, own_tensors(other)))
-        unique = {id(tensor): tensor for one in chosen for tensor in own_tensors(one)}
-        tensors = [tensor for key, tensor in unique.items() if tensor.dtype in CONVERTIBLE and key not in kept_fp32]
-        self._full.convert(tensors, dtype)
-        self._full.watch_loading(chosen)
-        for one in chosen:
-            if isinstance(one, nn.RNNBase):
-                one.flatten_parameters()
-        return {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
-
     def _bound(self, module: nn.Module, converted: set[int]) -> None:
-        outputs = self.level.cast_model_outputs
+        dtype, outputs = self.level.cast_model_type, self.level.cast_model_outputs
         if outputs is None:
-            outputs = torch.float64 if self.level.cast_model_type is torch.float64 else torch.float32
-        for one in modules_to_convert(module, keep_batchnorm_fp32=self.level.keep_batchnorm_fp32):
-            if owns_any(one, converted):
-                self._handles += Boundary(self.level.cast_model_type, outputs).attach(one)
+            outputs = torch.float64 if dtype is torch.float64 else torch.float32
+        make = functools.partial(Boundary, dtype, outputs)
+        self._handles += bound(module, converted, make, keep_batchnorm_fp32=self.level.keep_batchnorm_fp32)
         self._inside = InsideStep()
 
     def restore_module(self, module: nn.Module) -> None:

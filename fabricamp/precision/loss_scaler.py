@@ -56,6 +56,8 @@ class LossScaler:
         device: torch.device | str = "cpu",
         *,
         num_losses: int = 1,
+        initial: float = INITIAL_SCALE,
+        factor: float = FACTOR,
         window: int = 2000,
         minimum: float = 2.0**-14,
         maximum: float = 2.0**24,
@@ -64,7 +66,7 @@ class LossScaler:
     ) -> None:
         self.device = torch.device(device)
         self.sticky = sticky
-        scale = max(min(INITIAL_SCALE, maximum), minimum)
+        scale = max(min(initial, maximum), minimum)
         self.state = ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis)
         self.losses = [self.state]
         if num_losses > 1:
@@ -82,9 +84,9 @@ class LossScaler:
             "maximum": maximum,
             "hysteresis": hysteresis,
         }
-        self._loss_rule = ops.ScaleRule(growth_factor=FACTOR, backoff_factor=1 / FACTOR, **moves)
+        self._loss_rule = ops.ScaleRule(growth_factor=factor, backoff_factor=1 / factor, **moves)
         # With several losses the window's own struct only shows a scale.
-        growth, backoff = (FACTOR, 1 / FACTOR) if num_losses == 1 else (1.0, 1.0)
+        growth, backoff = (factor, 1 / factor) if num_losses == 1 else (1.0, 1.0)
         moves |= {"sticky": sticky, "ring": self._ring, "mirror": self._host if cuda else None}
         self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
         self._limits = minimum, maximum

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,14 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "share_full_values"]
+
+_known: WeakSet[MasterWeights] = WeakSet()
 
 
 class _FullValue:
@@ -41,11 +44,14 @@ class MasterWeights:
     def __init__(self) -> None:
         self._full: dict[Tensor, _FullValue] = {}
         self._handles: list[RemovableHandle] = []
+        self.has_taken = False
+        """Whether a full value was taken from its half copy, which somebody had written into."""
+        _known.add(self)
 
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their full values."""
         for tensor in tensors:
-            full = tensor.detach()
+            full = tensor.data  # detach() would share its version: writing into the full value would look like an edit
             if full.dtype in (torch.float16, torch.bfloat16):
                 full = full.float()
             # A copy only where memory is shared: `.data = ` leaves the old storage to us.
@@ -62,8 +68,36 @@ class MasterWeights:
         hook = _RefreshOnLoad(self._full)
         self._handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]
 
+    def watch_saving(self, modules: Iterable[nn.Module], *, exact: bool) -> None:
+        """Lets every way of taking the state dict of ``modules`` give fp32: with ``exact`` full values, else widened ones."""
+        hook = _FullOnSave(self if exact else MasterWeights())
+        self._handles += [module.register_state_dict_post_hook(hook) for module in modules]
+
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._full
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the fp32 value behind ``tensor``, where it is; None where it was not converted."""
+        full = self._full.get(tensor)
+        if full is None:
+            return None
+        return (full.value if full.is_master else self._checked(tensor, full)).detach()
+
+    @torch.no_grad()
+    def edited(self) -> list[Tensor]:
+        """Returns the half weights with masters that are no longer what these are rounded to.  The host waits once."""
+        masters = [(tensor, full.value) for tensor, full in self._full.items() if full.is_master]
+        differs = [(tensor != master.to(tensor)).any() for tensor, master in masters]
+        flags = torch.stack([one.to(differs[0].device) for one in differs]).tolist() if differs else []
+        return [tensor for (tensor, _), flag in zip(masters, flags, strict=True) if flag]
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Takes the full values of some converted tensors anew."""
+        for tensor in tensors:
+            full = self._full[tensor]
+            full.value.copy_(tensor)
+            full.version = tensor._version
 
     @torch.no_grad()
     def master_of(self, parameter: Tensor) -> Tensor:
@@ -80,10 +114,7 @@ class MasterWeights:
 
     def refresh(self) -> None:
         """Takes all full values anew from the converted tensors."""
-        with torch.no_grad():
-            for tensor, full in self._full.items():
-                full.value.copy_(tensor)
-                full.version = tensor._version
+        self.take(self._full)
 
     def in_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Returns ``state`` with full values in place of what they were rounded to."""
@@ -92,9 +123,8 @@ class MasterWeights:
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]:
-            full = self._full.get(tensor)
-            if full is not None and name in result:
-                result[name] = (full.value if full.is_master else self._checked(tensor, full)).detach()
+            if name in result and (value := self.value_of(tensor)) is not None:
+                result[name] = value
         return result
 
     def restore(self) -> None:
@@ -111,15 +141,31 @@ class MasterWeights:
             handle.remove()
         self._handles.clear()
 
-    @staticmethod
-    def _checked(tensor: Tensor, full: _FullValue) -> Tensor:
+    def _checked(self, tensor: Tensor, full: _FullValue) -> Tensor:
         """The full value of ``tensor``, which is its own widened where somebody wrote into it."""
         if full.version != tensor._version:
             current = tensor.detach()
             if not torch.equal(current, full.value.to(current.device, current.dtype)):
                 full.value.copy_(current)
+                self.has_taken = True
             full.version = tensor._version
         return full.value
+
+
+@torch.no_grad()
+def share_full_values(module: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
+    """Lets ``broadcast``, which works in place and was just used on the tensors of ``module``, share what is behind them too.
+
+    Without it ranks would keep full values of their own, and the fp32 values would differ in what half ones do not show.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    behind = [(tensor, full) for one in _known for tensor in tensors if (full := one._full.get(tensor)) is not None]
+    values = [full.value.detach().to(tensor.device) for tensor, full in behind]
+    if values:
+        broadcast(values)
+    for (tensor, full), value in zip(behind, values, strict=True):
+        full.value.copy_(value)
+        full.version = tensor._version
 
 
 class _RefreshOnLoad:
@@ -150,6 +196,28 @@ class _RefreshOnLoad:
                 )
             if incoming.shape == full.value.shape:
                 full.value.copy_(incoming)
+
+
+class _FullOnSave:
+    """A hook on state dicts; a copy or pickle of its module has no full values, so the hook's copy knows none and widens."""
+
+    def __init__(self, full: MasterWeights) -> None:
+        self._full = full
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FullOnSave:
+        return _FullOnSave(MasterWeights())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FullOnSave, (MasterWeights(),)
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            given = state.get(prefix + name)
+            if given is None or given is tensor or tensor.dtype not in (torch.float16, torch.bfloat16):
+                continue  # the tensor itself was asked for (keep_vars), or it is wide enough
+            full = self._full.value_of(tensor)
+            state[prefix + name] = given.float() if full is None else full.to(tensor.device)
 
 
 def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:

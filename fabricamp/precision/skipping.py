@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -49,11 +51,11 @@ def _prepare_to_skip(optimizer: Optimizer) -> bool:
     return True
 
 
-def run_unless_overflow(optimizer: Any, found_inf: Tensor) -> None:
-    """Steps ``optimizer``, which reads ``found_inf`` on the device."""
+def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], Any] | None = None) -> None:
+    """Steps ``optimizer``, which reads ``found_inf`` on the device; ``update`` where its ``step`` is somebody else's by now."""
     optimizer.grad_scale, optimizer.found_inf = None, found_inf
     try:
-        optimizer.step()
+        (update or optimizer.step)()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
 

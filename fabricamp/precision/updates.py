@@ -15,7 +15,7 @@ from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.base import clip_gradients, demands_closure, write_gradients
 from fabricamp.precision.blame import Blame
 from fabricamp.precision.fused import FusedStep, add_up
-from fabricamp.precision.gradients import Binding, Gradient
+from fabricamp.precision.gradients import Binding, pair, values_of
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
 from fabricamp.strategies.base import Strategy
@@ -226,7 +226,7 @@ class Updater:
         for target in binding.targets:
             if id(target) not in filled:
                 target.grad = None
-        pairs = [_pair(gradient) for gradient in gathered]
+        pairs = [pair(gradient) for gradient in gathered]
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
         max_norm, limit = _limits(clip)
         scale, divisor = self._loss_scale(), gradients.divisor
@@ -240,7 +240,7 @@ class Updater:
         """Writes and clips by torch's own arithmetic, as without a policy, after a look at whether all is finite."""
         write_gradients(binding.optimizer, gradients)
         targets = [target for target in binding.targets if target.grad is not None]
-        self._finish(binding, targets, [_values(target.grad) for target in targets], self._one, 1.0, None, loss)
+        self._finish(binding, targets, [values_of(target.grad) for target in targets], self._one, 1.0, None, loss)
         if clip is not None:
             clip_gradients(binding.optimizer, clip)
 
@@ -283,7 +283,7 @@ class Updater:
                 clip_gradients(binding.optimizer, clip)
             return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
-        values = [_values(target.grad) for target in targets]
+        values = [values_of(target.grad) for target in targets]
         max_norm, limit = _limits(clip)
         if self._scaler is None and max_norm is None:
             ops.scale(values, values, 1.0, limit)
@@ -373,28 +373,3 @@ def _limits(clip: Clip | None) -> tuple[float | None, float | None]:
 def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:
     type(optimizer).zero_grad(optimizer, set_to_none)
     binding.clear()
-
-
-def _pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
-    """Where the values of a gradient are, and where they go: ``target.grad``, in the target's dtype."""
-    _, target, value = gradient
-    if value.is_sparse:
-        value = value.coalesce()
-        target.grad = torch.sparse_coo_tensor(
-            value.indices(),
-            value.values().to(target.dtype, copy=True),
-            value.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        return value.values(), target.grad.values()
-    if value.dtype == target.dtype:
-        target.grad = value
-        return value, value
-    target.grad = torch.empty_like(target)
-    return value, target.grad
-
-
-def _values(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -5,21 +5,27 @@ from __future__ import annotations
 from fabricamp.errors import ConfigError
 from fabricamp.strategies.base import IN_PLACE, STRATEGIES, Environment, Gradients, Strategy
 from fabricamp.strategies.ddp import DDP
+from fabricamp.strategies.delayed_ddp import DelayedDDP
 from fabricamp.strategies.process_group import ProcessGroupStrategy
+from fabricamp.strategies.scripts import DistributedDataParallel, Reducer
 
 __all__ = [
     "DDP",
     "IN_PLACE",
     "STRATEGIES",
+    "DelayedDDP",
+    "DistributedDataParallel",
     "Environment",
     "Gradients",
     "ProcessGroupStrategy",
+    "Reducer",
     "Strategy",
     "strategy_from",
 ]
 
 STRATEGIES.add("single", Strategy)
 STRATEGIES.add("ddp", DDP)
+STRATEGIES.add("delayed_ddp", DelayedDDP)
 
 
 def strategy_from(value: object, world_size: int) -> Strategy:

@@ -46,11 +46,20 @@ class Gradients(NamedTuple):
     ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) a parameter, in the order asked for.
     ``divisor``: what the values still have to be divided by (the average that a strategy folds into the update).
     ``present`` None: a parameter takes part where its tensor is not None; else one flag a parameter, in device memory.
+    ``complete``: this rank knows, without a look at the flags, that every parameter with a tensor takes part.
     """
 
     tensors: Sequence[Tensor | None] | None = None
     divisor: float = 1.0
     present: Tensor | None = None
+    complete: bool = False
+
+    def values(self) -> Sequence[Tensor | None]:
+        """Returns ``tensors``, None where a parameter takes no part; waits for the flags where this rank cannot know."""
+        assert self.tensors is not None
+        if self.present is None or self.complete:
+            return self.tensors
+        return [value if here else None for value, here in zip(self.tensors, self.present.tolist(), strict=True)]
 
 
 IN_PLACE = Gradients()
@@ -63,6 +72,8 @@ class Strategy:
     name: ClassVar[str] = "single"
     distributed: ClassVar[bool] = False
     owns_master_weights: ClassVar[bool] = False
+    asks_for_parameters: ClassVar[bool] = False
+    """Whether :meth:`reduce_gradients` is told in automatic optimization too whose gradients it is about."""
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
@@ -134,8 +145,8 @@ class Strategy:
         """Ends the exchange of a window's gradients and says where the update finds them.
 
         Without arguments: those that the wrapped module's backward has exchanged on its way.  With ``parameters``:
-        their ``.grad``, left local by backward (manual optimization).  With ``buffers``: these tensors instead, summed
-        elsewhere (fp32 accumulation).
+        their ``.grad``, left local by backward (manual optimization, and strategies that ask for them).  With
+        ``buffers``: these tensors instead, summed elsewhere (fp32 accumulation).
         """
         return IN_PLACE if buffers is None else Gradients(tensors=buffers)
 

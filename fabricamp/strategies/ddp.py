@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import IN_PLACE, Gradients
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "AfterBroadcast"]
 
-_NAMED_AT_MOST = 8
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -81,7 +81,7 @@ class DDP(ProcessGroupStrategy):
         if automatic:
             return self._wrapped(_Forward(module, step))
         has_buffers = next(module.buffers(), None) is not None
-        return _AfterBroadcast(step, module, self._exchange) if has_buffers and self.broadcast_buffers else step
+        return AfterBroadcast(step, module, self._exchange) if has_buffers and self.broadcast_buffers else step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what the loop calls from now on: a new wrapper where some were frozen or unfrozen, else ``step``."""
@@ -188,7 +188,7 @@ class DDP(ProcessGroupStrategy):
             raise self._unused([names[int(index)] for index in found[1].split()]) from error
         if self._frozen and (unfrozen := self._unfrozen()):
             raise DistributedError(
-                f"{_listed(unfrozen)} got requires_grad=True in the middle of an epoch, and ddp does not exchange "
+                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and ddp does not exchange "
                 "their gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
             )
 
@@ -196,12 +196,12 @@ class DDP(ProcessGroupStrategy):
         frozen = [name for name in names if not self._trainable[name].requires_grad]
         if frozen:
             return DistributedError(
-                f"rank {self.rank}: {_listed(frozen)} got requires_grad=False in the middle of an epoch, and ddp "
+                f"rank {self.rank}: {listed(frozen)} got requires_grad=False in the middle of an epoch, and ddp "
                 "waits for their gradients; freeze at the start of an epoch (on_train_epoch_start)"
             )
         return DistributedError(
             f"rank {self.rank}: backward gave no gradient to {len(names)} of {len(self._trainable)} parameters: "
-            f"{_listed(names)}; let the loss depend on them, freeze them before fit (requires_grad=False), or use "
+            f"{listed(names)}; let the loss depend on them, freeze them before fit (requires_grad=False), or use "
             "strategy=DDP(find_unused_parameters=True)"
         )
 
@@ -232,7 +232,7 @@ class _Forward(nn.Module):
         object.__setattr__(self, "forward", step)
 
 
-class _AfterBroadcast:
+class AfterBroadcast:
     """A step that starts from rank 0's buffers, as torch's wrapper does it; for manual optimization."""
 
     def __init__(self, step: Callable[..., Any], module: nn.Module, exchange: Exchange) -> None:
@@ -241,6 +241,7 @@ class _AfterBroadcast:
         self._exchange = exchange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
         self._exchange.broadcast(list(self._module.buffers()))
         return self._step(*args, **kwargs)
 
@@ -257,11 +258,6 @@ def _buffer_option() -> str:
     """What this torch calls the option: newer ones warn of the old name."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _checked_switch(name: str, value: object) -> bool:

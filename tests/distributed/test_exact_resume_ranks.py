@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 from tests.trainer.test_exact_resume import BATCH, Net, Samples, Saves
@@ -31,7 +33,7 @@ CASES = {
 }
 
 
-def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, **options):
+def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, strategy="ddp", **options):
     precision, accumulate, hook, batches = case
     rank = dist.get_rank() if dist.is_initialized() else 0
     for place in (torch.manual_seed, random.seed, np.random.seed):
@@ -40,7 +42,7 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, *
     trainer = quiet_trainer(
         precision=precision,
         accumulate_grad_batches=accumulate,
-        strategy="ddp" if dist.is_initialized() else "single",
+        strategy=strategy if dist.is_initialized() else "single",
         devices="auto",
         max_steps=max_steps or 12 // accumulate,
         max_epochs=-1,
@@ -67,13 +69,13 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, *
     return module, contents, rows, saves
 
 
-def both(folder):
+def both(folder, make_strategy):
     """Every case straight and resumed; what does not come out equal."""
     problems = []
     for name, case in CASES.items():
         path = folder / f"{name}.ckpt"
-        straight, whole, rows, saves = fit(case, 1, path=path)
-        resumed, again, rows_again, _ = fit(case, 2, ckpt_path=path)
+        straight, whole, rows, saves = fit(case, 1, path=path, strategy=make_strategy())
+        resumed, again, rows_again, _ = fit(case, 2, ckpt_path=path, strategy=make_strategy())
         behind = straight.seen[saves.seen :]
         if case[2] == "validation":
             behind = resumed.seen[: len(resumed.seen) - len(behind)] + behind
@@ -89,8 +91,11 @@ def both(folder):
     return problems
 
 
-def test_two_ranks(tmp_path):
-    assert run_ranks(both, 2, tmp_path, timeout=200.0) == [[], []]
+@pytest.mark.parametrize(
+    "make_strategy", [DDP, DelayedDDP, partial(DelayedDDP, message_size=100)], ids=["ddp", "delayed", "overlapped"]
+)
+def test_two_ranks(make_strategy, tmp_path):
+    assert run_ranks(both, 2, tmp_path, make_strategy, timeout=200.0) == [[], []]
 
 
 def order(folder, case, ckpt, batch, max_steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fabricamp import Callback, NonFiniteError, OptLevel
@@ -32,14 +33,14 @@ class ManualAdam(Adam):
         optimizer.step()
 
 
-def ends():
+def ends(strategy):
     found = []
     for module in (Classifier, Adam, ManualAdam):
         for level in ("O0", "O1", "O2", "O5"):
             for policy in ("stop", "raise"):
                 precision = OptLevel(level, max_loss_scale=4.0) if level in ("O1", "O2") else level
                 trainer = quiet_trainer(
-                    strategy="ddp",
+                    strategy=strategy,
                     devices="auto",
                     precision=precision,
                     nan_policy=policy,
@@ -57,8 +58,9 @@ def ends():
     return found
 
 
-def test_all_ranks_end_at_the_same_step_for_one_of_them():
-    first, second = run_ranks(ends, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_all_ranks_end_at_the_same_step_for_one_of_them(strategy):
+    first, second = run_ranks(ends, 2, strategy)
     for (step, said, weights), (other_step, other_said, other_weights) in zip(first, second, strict=True):
         assert step == other_step == 6
         assert "of net.0.weight" in said

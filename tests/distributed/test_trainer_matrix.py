@@ -70,28 +70,28 @@ def fitted(combination, strategy, seed, batch_size, *, max_epochs=2, ckpt_path=N
     return before, flat(module), trainer.skipped_steps
 
 
-def on_two_ranks(folder):
+def on_two_ranks(strategy, folder):
     """The matrix, each rank with a seed of its own; a part of it once more, stopped after an epoch and gone on with."""
     rank = dist.get_rank()
     weights, problems = {}, []
     for index, combination in enumerate(MATRIX):
-        _, straight, skipped = fitted(combination, "ddp", 100 * rank + index, 4)
+        _, straight, skipped = fitted(combination, strategy, 100 * rank + index, 4)
         weights[combination] = straight, skipped
         if combination[1:3] != (3, ("norm", 0.5)):
             continue
         path = folder / f"{index}.ckpt"
-        fitted(combination, "ddp", 100 * rank + index, 4, max_epochs=1, path=path)
-        _, resumed, _ = fitted(combination, "ddp", 7 + rank, 4, ckpt_path=path)
+        fitted(combination, strategy, 100 * rank + index, 4, max_epochs=1, path=path)
+        _, resumed, _ = fitted(combination, strategy, 7 + rank, 4, ckpt_path=path)
         if not torch.equal(straight, resumed):
             problems.append((combination, float((straight - resumed).abs().max())))
     return weights, problems
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=["ddp", "delayed_ddp"])
+def ranks(request, tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("matrix"), timeout=200.0)
+        return run_ranks(on_two_ranks, 2, request.param, tmp_path_factory.mktemp("matrix"), timeout=200.0)
 
 
 def test_both_ranks_end_with_the_same_bits(ranks):

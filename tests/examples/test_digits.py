@@ -101,6 +101,11 @@ def test_as_a_script_in_two_processes_it_reports_once():
     expect_success(run(SCRIPT, "--precision", "O1", "--strategy", "ddp", "--devices", 2).stdout)
 
 
+def test_delayed_allreduce_reaches_the_accuracy():
+    options = ("--strategy", "delayed_ddp", "--devices", 2, "--optimizer", "fused", "--max-epochs", 10)
+    expect_success(run(SCRIPT, "--precision", "O2", *options).stdout)
+
+
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_the_fused_optimizer_reaches_the_accuracy(precision):
     assert digits_accuracy(precision, "fused", epochs=10) >= 0.98

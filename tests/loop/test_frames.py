@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fabricamp
+from fabricamp.strategies import DelayedDDP
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -32,7 +33,7 @@ def own_frames_below_fit(frames):
 def frames_of_a_fit(strategy, precision, accumulate=1):
     module = Traced()
     options = {"strategy": strategy, "precision": precision, "accumulate_grad_batches": accumulate}
-    if strategy == "ddp":
+    if strategy != "single":
         options["devices"] = "auto"
     quiet_trainer(max_epochs=1, limit_val_batches=0, **options).fit(module, loader(8))
     below, files = own_frames_below_fit(module.frames)
@@ -47,7 +48,10 @@ def test_single_process(precision, accumulate):
     assert files <= 4, names
 
 
-def test_ddp():
-    for frames, files, names in run_ranks(frames_of_a_fit, 2, "ddp", "O1"):
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "delayed_ddp", DelayedDDP(message_size=1)], ids=["ddp", "delayed", "overlapped"]
+)
+def test_several_ranks(strategy):
+    for frames, files, names in run_ranks(frames_of_a_fit, 2, strategy, "O1"):
         assert frames <= 8, names
         assert files <= 4, names

@@ -96,4 +96,4 @@ def nccl_checks():
 
 
 def test_ddp_over_nccl():
-    run_ranks(nccl_checks, 2, backend=None, timeout=120)
+    run_ranks(nccl_checks, 2, backend=None, start_method="spawn", timeout=120)

@@ -1,0 +1,249 @@
+"""What the exchange of gradients costs: torch's DistributedDataParallel and ours, delayed and overlapped, beside no exchange.
+
+    torchrun --nproc_per_node=2 benchmarks/ddp.py [--rounds 10] [--out results.json] [--quick]
+
+A step is forward and backward under fp16 autocast, the exchange, and torch's fused SGD with momentum; ResNet-50 (channels_last)
+at batch 64 and 8 a rank, and GPT-2-small with a head of its own (162 million parameters) on 8 windows of 512 tokens.  All runs of
+a column have the same network, weights, batch and optimizer; only the wrapper differs, and none sends BatchNorm's buffers.  "flat
+all_reduce" is what the exchange costs by itself: one collective over all gradients, in fp32.
+
+A round runs every way in turn, some steps each.  GPU ms: the median time between events at the start of each step.  Wall ms: the
+steps together, the GPU's work included.  Both are the median of the rounds, on rank 0; between runs all ranks wait for each other.
+The goals are ratios in GPU time: delayed to no exchange plus the flat all_reduce, overlapped to torch's with
+gradient_as_bucket_view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as OfTorch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.models import resnet50, tiny_resnet
+from examples.gpt.gpt import GPT
+from fabricamp import ops
+from fabricamp.strategies import DistributedDataParallel as Ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WARM_UP = 6  # torch's lays its buckets out anew after the first step, ours finds the order of gradients in it
+GOALS = {"delayed": 1.03, "overlapped": 1.0}
+
+
+class Workload(NamedTuple):
+    """A network and its batch; ``loss`` calls the network, wrapped or not."""
+
+    network: nn.Module
+    loss: Callable[[nn.Module], torch.Tensor]
+
+
+def images(make: Callable[[], nn.Module], batch: int, size: int, classes: int, device: torch.device) -> Workload:
+    torch.manual_seed(0)
+    network = make().to(device).to(memory_format=torch.channels_last)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(batch, 3, size, size, generator=generator).to(device).to(memory_format=torch.channels_last)
+    y = torch.randint(classes, (batch,), generator=generator).to(device)
+    return Workload(network, lambda model: F.cross_entropy(model(x), y))
+
+
+def tokens(vocabulary: int, batch: int, device: torch.device, **sizes: int) -> Workload:
+    torch.manual_seed(0)
+    with device:
+        network = GPT(vocabulary, **sizes)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    windows = torch.randint(vocabulary, (batch, sizes["context"] + 1), generator=generator).to(device)
+    return Workload(network, lambda model: model(windows[:, :-1], windows[:, 1:]))
+
+
+WORKLOADS: dict[str, Callable[[torch.device], Workload]] = {
+    "ResNet-50, batch 64": partial(images, resnet50, 64, 224, 1000),
+    "GPT-2-small, 8 x 512": partial(tokens, 50304, 8, context=512, layers=12, width=768, heads=12),
+    "ResNet-50, batch 8": partial(images, resnet50, 8, 224, 1000),
+}
+QUICK: dict[str, Callable[[torch.device], Workload]] = {
+    "tiny ResNet, batch 2": partial(images, tiny_resnet, 2, 32, 10),
+    "tiny GPT, 2 x 16": partial(tokens, 256, 2, context=16, layers=1, width=16, heads=2),
+}
+
+
+def of_torch(network: nn.Module, **options: bool) -> nn.Module:
+    device = next(network.parameters()).device
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer ones have another name for broadcast_buffers
+        return OfTorch(
+            network, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False, **options
+        )
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "no exchange": lambda network: network,
+    "torch DDP": of_torch,
+    "torch DDP, gradient_as_bucket_view": partial(of_torch, gradient_as_bucket_view=True),
+    "fabricamp, delayed": partial(Ours, delay_allreduce=True),
+    "fabricamp, overlapped": Ours,
+}
+FLAT = "flat all_reduce alone"
+
+
+class Timing(NamedTuple):
+    """Of one step; without a GPU no GPU time."""
+
+    gpu_ms: float | None
+    wall_ms: float
+
+
+def timed(step: Callable[[], None], steps: int, device: torch.device) -> Timing:
+    """Runs ``steps`` steps on every rank at once."""
+    cuda = device.type == "cuda"
+    dist.barrier()
+    if cuda:
+        torch.cuda.synchronize()
+    events = []
+    started = time.perf_counter()
+    for _ in range(steps):
+        if cuda:
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+        step()
+    if cuda:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        torch.cuda.synchronize()
+    wall = (time.perf_counter() - started) / steps * 1e3
+    gpu = statistics.median(first.elapsed_time(second) for first, second in pairwise(events)) if cuda else None
+    return Timing(gpu, wall)
+
+
+def make_step(workload: Workload, wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> Callable[[], None]:
+    model = wrap(workload.network)
+    optimizer = torch.optim.SGD(workload.network.parameters(), lr=1e-4, momentum=0.9, fused=True)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.float16 if device.type == "cuda" else torch.bfloat16):
+            loss = workload.loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(make: Callable[[torch.device], Workload], device: torch.device, rounds: int, steps: int) -> list[dict]:
+    """One row a way; every way has a network of its own: two wrappers on one would hook each other's gradients."""
+    runs = {name: make_step(make(device), wrap, device) for name, wrap in WAYS.items()}
+    elements = sum(one.numel() for one in make(device).network.parameters())
+    flat = torch.zeros(elements, device=device)
+    runs[FLAT] = lambda: dist.all_reduce(flat)
+    for step in runs.values():
+        timed(step, WARM_UP, device)
+    found: dict[str, list[Timing]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, step in runs.items():
+            found[name].append(timed(step, steps, device))
+    rows = []
+    for name, timings in found.items():
+        gpu = [one.gpu_ms for one in timings if one.gpu_ms is not None]
+        rows.append(
+            {
+                "run": name,
+                "gpu_ms": statistics.median(gpu) if gpu else None,
+                "wall_ms": statistics.median(one.wall_ms for one in timings),
+                "wall_ms_of_rounds": [round(one.wall_ms, 3) for one in timings],
+            }
+        )
+    return rows
+
+
+def ratios(rows: list[dict]) -> dict[str, float]:
+    """What the goals are about: GPU time, or wall time where there is no GPU."""
+    column = "gpu_ms" if rows[0]["gpu_ms"] is not None else "wall_ms"
+    of = {row["run"]: row[column] for row in rows}
+    return {
+        "delayed": of["fabricamp, delayed"] / (of["no exchange"] + of[FLAT]),
+        "overlapped": of["fabricamp, overlapped"] / of["torch DDP, gradient_as_bucket_view"],
+    }
+
+
+def print_column(name: str, rows: list[dict]) -> None:
+    print(f"\n{name:38} {'GPU ms':>8} {'wall ms':>8}")
+    for row in rows:
+        gpu = "" if row["gpu_ms"] is None else f"{row['gpu_ms']:.3f}"
+        print(f"{row['run']:38} {gpu:>8} {row['wall_ms']:8.3f}")
+    found = ratios(rows)
+    print(f"delayed / (no exchange + flat all_reduce)   {found['delayed']:.3f}  (goal {GOALS['delayed']:.2f})")
+    print(
+        f"overlapped / torch's with bucket views      {found['overlapped']:.3f}  (goal {GOALS['overlapped']:.2f})",
+        flush=True,
+    )
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a way in a round")
+    parser.add_argument("--out", type=Path, help="write the results as JSON too")
+    parser.add_argument("--quick", action="store_true", help="tiny networks, on CPUs too: shows that the script works")
+    arguments = parser.parse_args(words)
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        sys.exit("start it on several ranks: torchrun --nproc_per_node=2 benchmarks/ddp.py")
+    if not (cuda or arguments.quick):
+        sys.exit("no CUDA GPU here; --quick runs tiny networks on the CPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    torch.backends.cudnn.benchmark = True
+    first = dist.get_rank() == 0
+    name = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+    found = {
+        "device": name,
+        "ranks": dist.get_world_size(),
+        "kernels": sorted({str(choice) for choice in ops.backend(device).values()}),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "columns": {},
+    }
+    if first:
+        print(f"{found['ranks']} x {name}, torch {torch.__version__}, kernels: {', '.join(found['kernels'])}")
+    for column, make in (QUICK if arguments.quick else WORKLOADS).items():
+        free_memory(device)
+        rows = measure(make, device, arguments.rounds, arguments.steps)
+        found["columns"][column] = {"rows": rows, "ratios": ratios(rows), "goals": GOALS}
+        if first:
+            print_column(column, rows)
+    found |= {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["torchrun", *(words or sys.argv)])}
+    if first and arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""apex's delayed all-reduce as a strategy: gradients travel after backward in one flat buffer, and are updated from there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.strategies.base import IN_PLACE, Gradients
+from fabricamp.strategies.ddp import AfterBroadcast
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.exchange_options import (
+    checked_communicators,
+    checked_count,
+    checked_switch,
+    checked_transport,
+    checked_triggers,
+    indices_of_triggers,
+    marked,
+)
+from fabricamp.strategies.flat import FlatGradients
+from fabricamp.strategies.overlapped import Local, Overlap, lanes_for
+from fabricamp.strategies.presence import Differences, listed
+from fabricamp.strategies.process_group import ProcessGroupStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+
+    from torch import Tensor, nn
+
+    from fabricamp.strategies.overlapped import Lane
+
+__all__ = ["DelayedDDP"]
+
+_MOST_LISTS = 8
+
+
+class DelayedDDP(ProcessGroupStrategy):
+    """Every process holds the whole module; gradients are averaged after backward, by one collective a dtype.
+
+    ``message_size`` (elements) or ``allreduce_trigger_params`` (parameters or their names) select the overlapped mode: while
+    backward runs, a message leaves as soon as it holds so many gradients, or as one of these parameters has its own.
+    ``allreduce_dtype`` is what gradients travel in, ``allreduce_always_fp32`` makes half ones travel in fp32.
+    ``gradient_predivide_factor`` is what half gradients are divided by before the sum; None: all of the average comes before.
+    ``retain_allreduce_buffers`` leaves the averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
+    ``broadcast_buffers`` gives every rank rank 0's buffers with each exchange.  ``prof`` marks the exchange in NVTX.
+
+    A rank whose backward leaves parameters out waits for the others' flags, unless the optimizer is one of fabricamp's fused ones.
+
+    >>> DelayedDDP(allreduce_dtype=torch.bfloat16, timeout=600).name
+    'delayed_ddp'
+    """
+
+    name: ClassVar[str] = "delayed_ddp"
+    asks_for_parameters: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        delay_allreduce: bool | None = None,
+        message_size: int | None = None,
+        allreduce_trigger_params: Sequence[Tensor | str] | None = None,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        allreduce_dtype: torch.dtype | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float | None = None,
+        broadcast_buffers: bool = True,
+        prof: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout)
+        self.message_size = None if message_size is None else checked_count("message_size", message_size)
+        self.allreduce_trigger_params = checked_triggers(allreduce_trigger_params)
+        self.num_allreduce_streams = checked_count("num_allreduce_streams", num_allreduce_streams)
+        self.allreduce_communicators = checked_communicators(allreduce_communicators, self.num_allreduce_streams)
+        self.retain_allreduce_buffers = checked_switch("retain_allreduce_buffers", retain_allreduce_buffers)
+        self.broadcast_buffers = checked_switch("broadcast_buffers", broadcast_buffers)
+        self.prof = checked_switch("prof", prof)
+        self.transport = checked_transport(
+            allreduce_dtype,
+            always_fp32=allreduce_always_fp32,
+            average=gradient_average,
+            predivide=gradient_predivide_factor,
+        )
+        self.delay_allreduce = self._checked_mode(delay_allreduce)
+        self._forget()
+
+    def _checked_mode(self, delay_allreduce: object) -> bool:
+        overlapped = self.message_size is not None or bool(self.allreduce_trigger_params)
+        if delay_allreduce is not None and checked_switch("delay_allreduce", delay_allreduce) == overlapped:
+            raise ConfigError(
+                "delay_allreduce=True exchanges after backward, and message_size or allreduce_trigger_params while it runs; give "
+                "one of them"
+                if overlapped
+                else "delay_allreduce=False exchanges while backward runs, in messages of message_size elements (apex's were of "
+                "10_000_000) or by allreduce_trigger_params; give one of these"
+            )
+        if not overlapped and (self.num_allreduce_streams > 1 or self.allreduce_communicators is not None):
+            raise ConfigError(
+                "num_allreduce_streams and allreduce_communicators carry the messages of the overlapped mode; give message_size "
+                "or allreduce_trigger_params too, or leave them out"
+            )
+        return not overlapped
+
+    def _forget(self) -> None:
+        self._module: nn.Module | None = None
+        self._trainable: list[str] = []
+        self._frozen: set[int] = set()
+        self._order: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._flats: dict[tuple[int, ...], tuple[FlatGradients, Differences]] = {}
+        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._overlap: Overlap | None = None
+        self._lanes: list[Lane] = []
+        self._local = Local()
+        self._automatic = True
+        self._shared: nn.Module | None = None
+        self._exchange_of_buffers = Exchange(1, DEFAULT_BUCKET_MB)
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """The flat tensors that the gradients of the last update came in, where ``retain_allreduce_buffers`` keeps them valid."""
+        if not self.retain_allreduce_buffers:
+            return []
+        return [message.result for flat, _ in self._flats.values() for message in flat.messages]
+
+    def wrap_module(
+        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
+    ) -> Callable[..., Any]:
+        """Returns what the loop calls in training: the step itself, unless something has to be done around it."""
+        if not (automatic or self.delay_allreduce):
+            raise ConfigError(
+                "DelayedDDP(message_size or allreduce_trigger_params) with automatic_optimization=False: gradients that leave "
+                "during backward belong to one optimizer and one backward; leave them out: each step then exchanges its own"
+            )
+        # Once more: optimizers and hooks may have changed weights since, each rank its own.
+        self.share_module(module)
+        self._release()
+        self._automatic = automatic
+        self._take_module(module)
+        if self.world_size == 1:
+            return step
+        if not self.delay_allreduce:
+            self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, self.device)
+        if not self.broadcast_buffers or next(module.buffers(), None) is None:
+            return step
+        self._shared = module if automatic else None
+        return step if automatic else AfterBroadcast(step, module, self._exchange_of_buffers)
+
+    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Takes in which parameters were frozen or unfrozen since; the step stays what it is."""
+        if self._module is None or self.world_size == 1:
+            return step
+        changed = _trainable(self._module) != self._trainable
+        if self.reduce(torch.tensor(changed), "max").item():
+            self.check_same_module(self._module)
+            self._take_module(self._module)
+        return step
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
+        return self._local
+
+    def reduce_gradients(
+        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
+    ) -> Gradients:
+        """Averages a window's gradients, or ends their exchange, and says where the update finds them.
+
+        Without arguments those of the whole module, into ``.grad``.
+        """
+        if self.world_size == 1:
+            return super().reduce_gradients(parameters, buffers)
+        gradients = self._average(parameters) if buffers is None else self._sum(buffers)
+        if (
+            self._shared is not None
+        ):  # behind the gradients, whose messages ranks may send at different moments of their backward
+            self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
+        return gradients
+
+    def teardown(self) -> None:
+        """Lets go of buffers and hooks, and leaves the process group if :meth:`setup_environment` made it."""
+        self._release()
+        super().teardown()
+
+    def _average(self, parameters: Sequence[Tensor] | None) -> Gradients:
+        given = parameters
+        if given is None:
+            assert self._module is not None, "wrap_module comes first"
+            given = list(self._module.parameters())
+        flat, differences = self._flat_of(given)
+        if flat.frozen:
+            self._check_frozen(flat)
+        if self.prof:
+            with marked("exchange of gradients", self.device):
+                gradients = self._exchange(flat, differences)
+        else:
+            gradients = self._exchange(flat, differences)
+        if parameters is None or self.retain_allreduce_buffers:
+            flat.write_back(gradients)
+            return IN_PLACE
+        return gradients
+
+    def _exchange(self, flat: FlatGradients, differences: Differences) -> Gradients:
+        overlap = self._overlap
+        if overlap is not None and overlap.flat is flat and overlap.runs:
+            gradients = overlap.finish()
+            if flat.missing and overlap.behind:
+                differences.tell_of_delay(flat.missing, overlap.behind)
+            return gradients
+        gradients = flat.exchange()
+        differences.look()
+        if flat.missing:
+            differences.note(flat.present, flat.missing)
+        if overlap is None and not self.delay_allreduce:
+            self._overlap = Overlap(flat, self._lanes, self._local)
+        return gradients
+
+    def _sum(self, buffers: Sequence[Tensor]) -> Gradients:
+        """Sums ``buffers`` over the ranks, in place; all are under way at once."""
+        dtypes = [self.transport.dtype_for(buffer.dtype) for buffer in buffers]
+        half = any(dtype.itemsize < 4 for dtype in dtypes)
+        factor, divisor = self.transport.factors(self.world_size, half=half)
+        if not half and self.transport.average:
+            factor, divisor = 1.0, float(self.world_size)  # no pass of its own: the update divides
+        travelling = []
+        for buffer, dtype in zip(buffers, dtypes, strict=True):
+            one = buffer if dtype == buffer.dtype else self._narrow(buffer, dtype)
+            if one is not buffer or factor != 1:
+                torch.mul(buffer, factor, out=one)
+            travelling.append((one, cast("dist.Work", dist.all_reduce(one, async_op=True))))
+        for buffer, (one, work) in zip(buffers, travelling, strict=True):
+            work.wait()
+            if one is not buffer:
+                buffer.copy_(one)
+        return Gradients(tensors=buffers, divisor=divisor)
+
+    def _narrow(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the memory that ``buffer`` travels in."""
+        known = self._narrowed.get(id(buffer))
+        if known is None or known[0] is not buffer:
+            known = self._narrowed[id(buffer)] = buffer, torch.empty_like(buffer, dtype=dtype)
+        return known[1]
+
+    def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, Differences]:
+        key = tuple(map(id, parameters))
+        known = self._flats.get(key)
+        if known is None:
+            known = self._flats[key] = self._lay_out(parameters)
+        return known
+
+    def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, Differences]:
+        module = self._module
+        assert module is not None, "wrap_module comes first"
+        if self._overlap is not None and self._overlap.runs:
+            self._overlap.finish()  # what has left on one rank has to leave on all
+        if self._automatic or len(self._flats) >= _MOST_LISTS:
+            self._drop_flats()
+        order, names = self._order, self._names
+        flat = FlatGradients(
+            parameters,
+            self.transport,
+            self.world_size,
+            message_size=self.message_size or math.inf,
+            triggers=indices_of_triggers(self.allreduce_trigger_params, module, parameters),
+            key=lambda index: order.get(id(parameters[index]), -1),
+            # As it was when the epoch began: manual optimization switches requires_grad off and on within a step.
+            frozen={*self._frozen, *(id(one) for one in parameters if id(one) not in order and not one.requires_grad)},
+        )
+        return flat, Differences([names.get(id(one), f"{tuple(one.shape)}") for one in parameters], self.rank)
+
+    def _take_module(self, module: nn.Module) -> None:
+        indices_of_triggers(self.allreduce_trigger_params, module, ())  # an unknown one is found before the first batch
+        named = list(module.named_parameters())
+        self._module = module
+        self._trainable = _trainable(module)
+        self._frozen = {id(parameter) for _, parameter in named if not parameter.requires_grad}
+        self._order = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+        self._names = {id(parameter): name for name, parameter in named}
+        self._drop_flats()
+
+    def _drop_flats(self) -> None:
+        if self._overlap is not None:
+            self._overlap.detach()
+        self._overlap = None
+        self._flats.clear()
+        self._narrowed.clear()
+
+    def _release(self) -> None:
+        self._drop_flats()
+        self._forget()
+
+    def _check_frozen(self, flat: FlatGradients) -> None:
+        unfrozen = [self._names.get(id(one), "a parameter") for one in flat.frozen if one.requires_grad]
+        if unfrozen:
+            raise DistributedError(
+                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and delayed_ddp does not exchange their "
+                "gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
+            )
+
+
+def _trainable(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

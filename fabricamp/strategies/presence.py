@@ -1,0 +1,89 @@
+"""Ranks whose backwards reached different parameters: noticed without a wait, and told once."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Differences", "listed"]
+
+logger = logging.getLogger("fabricamp")
+
+_NAMED_AT_MOST = 8
+_LOOK_EVERY = 64
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first few names, and how many more there are."""
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+class Differences:
+    """Looks, at a later step, at the flags of a step in which this rank lacked gradients that others may have had."""
+
+    def __init__(self, names: Sequence[str], rank: int) -> None:
+        self._names = names
+        self._rank = rank
+        self._told = False
+        self._noted: Collection[int] = ()
+        self._times = 0
+        self._pending: tuple[Tensor, Collection[int], torch.cuda.Event | None] | None = None
+
+    def note(self, present: Tensor, missing: Collection[int]) -> None:
+        """Sends ``present`` on its way to the host, where that is not told yet; ``missing`` are this rank's.
+
+        A GPU is asked only now and then where it is the same ones in every step.
+        """
+        if self._told or self._pending is not None:
+            return
+        event = None
+        if present.device.type == "cuda":
+            self._times = self._times + 1 if missing == self._noted else 0
+            self._noted = missing
+            if self._times % _LOOK_EVERY:
+                return
+            event = torch.cuda.Event()
+            host = torch.empty(present.shape, dtype=present.dtype, pin_memory=True)
+            host.copy_(present, non_blocking=True)
+            event.record()
+        else:
+            host = present.clone()
+        self._pending = host, missing, event
+        self.look()
+
+    def tell_of_delay(self, missing: Collection[int], behind: int) -> None:
+        """Tells that messages waited for the end of backward, since their gradients did not come."""
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "fabricamp: rank %d's backward gave no gradient to %s, so %d messages left only after its end; gradients that a "
+                "rank lacks count as zeros, those that all lack are left alone (said once; without message_size and triggers "
+                "nothing waits for single gradients)",
+                self._rank, listed([self._names[index] for index in sorted(missing)]), behind,
+            )  # fmt: skip
+
+    def look(self) -> None:
+        """Tells of what has arrived."""
+        if self._pending is None:
+            return
+        host, missing, event = self._pending
+        if event is not None and not event.query():
+            return
+        self._pending = None
+        flags = host.tolist()
+        elsewhere = [self._names[index] for index in sorted(missing) if flags[index]]
+        if elsewhere:
+            self._told = True
+            logger.warning(
+                "fabricamp: rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
+                "average goes on over all ranks (said once)",
+                self._rank, listed(elsewhere),
+            )  # fmt: skip
