@@ -1,0 +1,173 @@
+"""Recurrent networks by apex's names; torch's modules do the work, and so call them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fabricamp.errors import ConfigError
+
+__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
+
+State = tuple[Tensor, Tensor]
+
+
+def LSTM(  # noqa: N802  # apex's name
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> nn.LSTM:
+    """Returns torch's LSTM; ``output_size``: what the hidden state is projected to."""
+    projected = output_size if output_size not in (None, hidden_size) else 0
+    return nn.LSTM(
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size=projected or 0
+    )
+
+
+def GRU(  # noqa: N802  # apex's name
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> nn.GRU:
+    """Returns torch's GRU."""
+    _refuse_projection("GRU", output_size, hidden_size)
+    return nn.GRU(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+
+
+def ReLU(  # noqa: N802  # apex's name
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> nn.RNN:
+    """Returns torch's plain recurrent network with ReLU."""
+    _refuse_projection("ReLU", output_size, hidden_size)
+    return nn.RNN(input_size, hidden_size, num_layers, "relu", bias, batch_first, dropout, bidirectional)
+
+
+def Tanh(  # noqa: N802  # apex's name
+    input_size: int,
+    hidden_size: int,
+    num_layers: int,
+    bias: bool = True,
+    batch_first: bool = False,
+    dropout: float = 0,
+    bidirectional: bool = False,
+    output_size: int | None = None,
+) -> nn.RNN:
+    """Returns torch's plain recurrent network with tanh."""
+    _refuse_projection("Tanh", output_size, hidden_size)
+    return nn.RNN(input_size, hidden_size, num_layers, "tanh", bias, batch_first, dropout, bidirectional)
+
+
+def _refuse_projection(name: str, output_size: int | None, hidden_size: int) -> None:
+    if output_size not in (None, hidden_size):
+        raise ConfigError(
+            f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} in; "
+            f"put nn.Linear({hidden_size}, {output_size}) behind it"
+        )
+
+
+class mLSTM(nn.Module):  # noqa: N801  # apex's name
+    """Multiplicative LSTM: its gates see the product of a projection of the input and one of the hidden state.
+
+    Called as torch's LSTM: the output (time, batch, features) and the last ``(hidden, cell)`` (layers, batch, features).
+
+    >>> output, (hidden, cell) = mLSTM(3, 4, 2)(torch.zeros(5, 2, 3))
+    >>> output.shape, hidden.shape
+    (torch.Size([5, 2, 4]), torch.Size([2, 2, 4]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        output_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.output_size = output_size or hidden_size
+        self.batch_first = batch_first
+        self.dropout = dropout
+        self.directions = 2 if bidirectional else 1
+        widths = [input_size] + [self.output_size * self.directions] * (num_layers - 1)
+        self.cells = nn.ModuleList(
+            [_Cell(width, hidden_size, self.output_size, bias) for width in widths for _ in range(self.directions)]
+        )
+
+    def forward(self, input: Tensor, hx: State | None = None) -> tuple[Tensor, State]:  # noqa: A002  # torch's name
+        """Returns outputs and the last state; ``hx`` is the first one, zeros where it is None."""
+        value = input.transpose(0, 1) if self.batch_first else input
+        last: list[State] = []
+        for place in range(0, len(self.cells), self.directions):
+            if place and self.dropout:
+                value = F.dropout(value, self.dropout, self.training)
+            outputs = []
+            for direction in range(self.directions):
+                start = self._start(value, hx, place + direction)
+                output, state = self._run(place + direction, value.flip(0) if direction else value, start)
+                outputs.append(output.flip(0) if direction else output)
+                last.append(state)
+            value = torch.cat(outputs, dim=-1)
+        hidden, cells = (torch.stack(one) for one in zip(*last, strict=True))
+        return (value.transpose(0, 1) if self.batch_first else value), (hidden, cells)
+
+    def _start(self, value: Tensor, hx: State | None, place: int) -> State:
+        if hx is not None:
+            return hx[0][place], hx[1][place]
+        batch = value.shape[1]
+        return value.new_zeros(batch, self.output_size), value.new_zeros(batch, self.hidden_size)
+
+    def _run(self, place: int, value: Tensor, state: State) -> tuple[Tensor, State]:
+        outputs = []
+        for step in value.unbind():
+            state = self.cells[place](step, state)
+            outputs.append(state[0])
+        return torch.stack(outputs), state
+
+
+class _Cell(nn.Module):
+    """One step of one layer."""
+
+    def __init__(self, input_size: int, hidden_size: int, output_size: int, bias: bool) -> None:
+        super().__init__()
+        self.w_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
+        self.w_hh = nn.Parameter(torch.empty(4 * hidden_size, output_size))
+        self.w_mih = nn.Parameter(torch.empty(output_size, input_size))
+        self.w_mhh = nn.Parameter(torch.empty(output_size, output_size))
+        self.b_ih = nn.Parameter(torch.empty(4 * hidden_size)) if bias else None
+        self.b_hh = nn.Parameter(torch.empty(4 * hidden_size)) if bias else None
+        self.w_ho = nn.Parameter(torch.empty(output_size, hidden_size)) if output_size != hidden_size else None
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+
+    def forward(self, value: Tensor, state: State) -> State:
+        hidden, cell = state
+        product = F.linear(value, self.w_mih) * F.linear(hidden, self.w_mhh)
+        gates = F.linear(value, self.w_ih, self.b_ih) + F.linear(product, self.w_hh, self.b_hh)
+        enter, keep, content, leave = gates.chunk(4, dim=-1)
+        cell = keep.sigmoid() * cell + enter.sigmoid() * content.tanh()
+        hidden = leave.sigmoid() * cell.tanh()
+        return (hidden if self.w_ho is None else F.linear(hidden, self.w_ho)), cell

@@ -1,0 +1,101 @@
+"""apex's names over fabricamp's parts: ``from fabricamp.apex import amp``, or :func:`install` and ``import apex``.
+
+A face and no more: names, global state and adapters.  Scripts run unchanged under ``python -m fabricamp.apex script.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from fabricamp.apex.install import install
+
+if TYPE_CHECKING:
+    from fabricamp.apex import (
+        RNN,
+        amp,
+        contrib,
+        fp16_utils,
+        fused_dense,
+        mlp,
+        multi_tensor_apply,
+        normalization,
+        optimizers,
+        parallel,
+    )
+
+__all__ = [
+    "RNN",
+    "DeprecatedFeatureWarning",
+    "amp",
+    "check_cudnn_version_and_warn",
+    "contrib",
+    "deprecated_warning",
+    "fp16_utils",
+    "fused_dense",
+    "install",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+]
+
+_PARTS: Final = frozenset(
+    {
+        "RNN",
+        "amp",
+        "contrib",
+        "fp16_utils",
+        "fused_dense",
+        "mlp",
+        "multi_tensor_apply",
+        "normalization",
+        "optimizers",
+        "parallel",
+    }
+)
+_NOT_OFFERED: Final = {
+    "transformer": "it lives on in Megatron Core (megatron.core.tensor_parallel, megatron.core.pipeline_parallel)",
+    "pyprof": "use torch.profiler",
+    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "distributed_testing": "use torch.testing._internal.common_distributed",
+}
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """What :func:`deprecated_warning` warns of."""
+
+
+def deprecated_warning(msg: str) -> None:
+    """Warns of ``msg``, on rank 0 only."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
+
+
+def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
+    """Returns whether cuDNN is at least of ``required_cudnn_version``; warns that ``global_option`` needs it where it is not."""
+    import torch
+
+    version: int = (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0
+    if version >= required_cudnn_version:
+        return True
+    found = f"cuDNN {version}" if version else "no cuDNN"
+    warnings.warn(f"{global_option} needs cuDNN {required_cudnn_version}, and there is {found}", stacklevel=2)
+    return False
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that a script that needs one part does not pay for all of them.
+    if name in _PARTS:
+        return importlib.import_module(f"fabricamp.apex.{name}")
+    if name in _NOT_OFFERED:
+        raise AttributeError(f"fabricamp.apex has no {name}: {_NOT_OFFERED[name]} (docs/from-apex.md)")
+    raise AttributeError(f"module 'fabricamp.apex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,106 @@
+"""Runs an apex script as it is: ``python -m fabricamp.apex train.py --args``, or under torchrun with ``-m fabricamp.apex``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fabricamp.apex.install import install
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["main"]
+
+_SPELLINGS: Final = ("--local_rank", "--local-rank")
+_USAGE: Final = """usage: python -m fabricamp.apex [-m] script [arguments]
+       torchrun --nproc_per_node=2 -m fabricamp.apex [-m] script [arguments]
+
+Runs a script, or with -m a module, in which `import apex` finds fabricamp.apex."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the script, or with ``-m`` the module, that ``arguments`` (the command line's by default) begin with.
+
+    A rank that ``torch.distributed.launch`` puts in front, and the one in ``LOCAL_RANK``, reach the script as the option that its
+    parser knows: ``--local_rank`` or ``--local-rank``.
+    """
+    rest = list(sys.argv[1:] if arguments is None else arguments)
+    rank = _take_rank(rest)
+    if rank is not None:
+        os.environ.setdefault("LOCAL_RANK", rank)
+    is_module = rest[:1] == ["-m"]
+    if is_module:
+        del rest[0]
+    if not rest or rest[0] in ("-h", "--help"):
+        sys.stderr.write(f"{_USAGE}\n")
+        raise SystemExit(0 if rest else 2)
+    install()
+    with _local_rank_as_known():
+        if is_module:
+            sys.argv[:] = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(rest)
+
+
+def _run_script(rest: list[str]) -> None:
+    script = Path(rest[0])
+    if not script.exists():
+        sys.stderr.write(f"python -m fabricamp.apex: there is no file {rest[0]!r}; for a module write -m {rest[0]}\n")
+        raise SystemExit(2)
+    sys.argv[:] = rest
+    # Where `python script.py` looks first; `python -m` has put the current folder there.
+    if script.is_file():
+        sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(rest[0], run_name="__main__")
+
+
+def _take_rank(arguments: list[str]) -> str | None:
+    """Takes ``--local-rank=N`` in either spelling from the front of ``arguments``, where ``torch.distributed.launch`` puts it."""
+    if not arguments:
+        return None
+    option, equals, value = arguments[0].partition("=")
+    if option not in _SPELLINGS:
+        return None
+    del arguments[0]
+    return value if equals else arguments.pop(0)
+
+
+@contextlib.contextmanager
+def _local_rank_as_known() -> Iterator[None]:
+    """Lets every parser of a command line find the local rank under the spelling that it knows."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        if given == sys.argv[1:]:  # no list of the script's own, nor what a subparser gets
+            given = _with_rank(self, given)
+        return parse(self, given, namespace)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
+
+
+def _with_rank(parser: argparse.ArgumentParser, given: list[str]) -> list[str]:
+    """Returns ``given`` with the local rank in the spelling that ``parser`` knows; as it is where it knows none, or both."""
+    known = [spelling for spelling in _SPELLINGS if spelling in parser._option_string_actions]
+    if len(known) == 1:
+        other = next(spelling for spelling in _SPELLINGS if spelling not in known)
+        given = [known[0] + one.removeprefix(other) if one.split("=")[0] == other else one for one in given]
+    rank = os.environ.get("LOCAL_RANK")
+    if not known or rank is None or any(one.split("=")[0] in known for one in given):
+        return given
+    return [f"{known[0]}={rank}", *given]
+
+
+if __name__ == "__main__":
+    main()

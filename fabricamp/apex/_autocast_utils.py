@@ -1,0 +1,27 @@
+"""Casts to autocast's dtype, for functions that autocast does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["_cast_if_autocast_enabled"]
+
+
+def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
+    """Returns ``args`` with floating tensors, also those in lists and dicts, in autocast's dtype; as they are where it is off."""
+    return tuple([_cast(one) for one in args])
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        kind = value.device.type
+        wanted = value.is_floating_point() and value.dtype is not torch.float64 and torch.is_autocast_enabled(kind)
+        return value.to(torch.get_autocast_dtype(kind)) if wanted else value
+    if isinstance(value, dict):
+        return {key: _cast(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_cast(one) for one in value])
+    return value

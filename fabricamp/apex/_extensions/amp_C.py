@@ -1,0 +1,273 @@
+"""``amp_C``: functions on lists of tensors, in apex's order of arguments, over :mod:`fabricamp.ops`.
+
+The first three arguments are ``chunk_size`` (plays no role), ``noop_flag`` (one int32 on the device of the tensors: set where a
+function says so, 1 makes others skip) and ``tensor_lists``.  CPU tensors are as good as CUDA ones.  fp64 tensors are computed in
+fp32, as in apex.  The host reads nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.apex._multi_tensor.lamb import (
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+)
+from fabricamp.apex._multi_tensor.lists import checked, flag_where_not_finite, in_fp32, numbers, verdict
+from fabricamp.apex._multi_tensor.norms import (
+    multi_tensor_l2norm,
+    multi_tensor_l2norm_mp,
+    multi_tensor_l2norm_scale,
+    multi_tensor_unscale_l2norm,
+)
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]
+
+
+@torch.no_grad()
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor | float
+) -> None:
+    """Writes list 0 times ``scale`` into list 1; sets the flag where list 0 is not finite."""
+    sources, destinations = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
+    flag_where_not_finite(noop_flag, sources)
+    ops.scale(sources, destinations, scale)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    a: float,
+    b: float,
+    arg_to_check: int = -1,
+) -> None:
+    """Writes ``a * list 0 + b * list 1`` into list 2; sets the flag where ``arg_to_check`` (-1: both) is not finite."""
+    x, y, out = checked("multi_tensor_axpby", noop_flag, tensor_lists, 3)
+    watched = {0: [x], 1: [y]}.get(arg_to_check, [x, y])
+    flag_where_not_finite(noop_flag, *watched)
+    ops.axpby(a, x, b, y, out)
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """Steps parameters (list 1) by gradients (0) times ``scale`` through momentum (2), and copies them to list 3 if there is one.
+
+    Nothing changes where the flag is set.
+    """
+    lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
+    with in_fp32(lists) as (gradients, parameters, buffers, *copies):
+        if first_run:
+            torch._foreach_zero_(buffers)  # nobody has written them yet
+        ops.sgd(
+            gradients,
+            parameters,
+            buffers,
+            numbers(0.0 if first_run else 1.0, len(gradients), noop_flag.device),
+            ops.SgdRule(lr, momentum, dampening, wd, nesterov=nesterov, decay_after_momentum=wd_after_momentum),
+            copies=copies[0] if copies else None,
+            state=verdict(noop_flag, scale),
+        )
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Step number ``step`` of Adam (``mode`` 0) or AdamW (1): gradients, parameters, averages, squares; whatever the flag is."""
+    lists = checked("multi_tensor_adam", noop_flag, tensor_lists, 4)
+    rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    with in_fp32(lists) as (gradients, parameters, averages, squares):
+        steps = numbers(step - 1, len(gradients), noop_flag.device)
+        ops.adam(gradients, parameters, averages, squares, steps, rule)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """As :func:`multi_tensor_adam`; gradients are multiplied by ``inv_scale``, in place; nothing changes where the flag is set."""
+    lists = checked("multi_tensor_adam_capturable", noop_flag, tensor_lists, 4)
+    rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    _adam_on_device(noop_flag, lists, step, inv_scale, rule)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """As :func:`multi_tensor_adam_capturable`, on masters (list 4), which parameters (list 1) become copies of."""
+    lists = checked("multi_tensor_adam_capturable_master", noop_flag, tensor_lists, 5)
+    gradients, parameters, averages, squares, masters = lists
+    rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
+    _adam_on_device(noop_flag, [gradients, masters, averages, squares, parameters], step, inv_scale, rule)
+
+
+def _adam_on_device(
+    noop_flag: Tensor, lists: list[list[Tensor]], step: Tensor, inv_scale: Tensor, rule: ops.AdamRule
+) -> None:
+    """Adam on gradients, parameters, averages, squares, and copies if there are some."""
+    with in_fp32(lists) as (gradients, parameters, averages, squares, *copies):
+        unscaling = torch.where(noop_flag.reshape(()) != 0, 1.0, inv_scale.reshape(()).float())
+        ops.scale(gradients, gradients, unscaling)
+        steps = numbers(step - 1, len(gradients), noop_flag.device)
+        written = copies[0] if copies else None
+        ops.adam(gradients, parameters, averages, squares, steps, rule, copies=written, state=verdict(noop_flag))
+
+
+def _adam_rule(
+    lr: Tensor | float, beta1: float, beta2: float, eps: float, mode: int, bias_correction: int, weight_decay: float
+) -> ops.AdamRule:
+    # A tensor as it is: its value is read on the device.
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
+    return ops.AdamRule(lr, beta1, beta2, eps, weight_decay, bias_correction=bool(bias_correction), decoupled=mode == 1)
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: float,
+    eps: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Adagrad on gradients, parameters, sums of squares; weight decay as L2 (``mode`` 0) or decoupled (1)."""
+    lists = checked("multi_tensor_adagrad", noop_flag, tensor_lists, 3)
+    rule = ops.AdagradRule(lr, eps, weight_decay, decoupled=mode == 1)
+    with in_fp32(lists) as (gradients, parameters, sums):
+        ops.adagrad(gradients, parameters, sums, numbers(0.0, len(gradients), noop_flag.device), rule)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """NovoGrad on gradients, parameters, averages; blends ``grad_norms`` (one a tensor; 2-norms, or with 0 largest values)."""
+    lists = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
+    rule = ops.NovoGradRule(
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        bias_correction=bool(bias_correction),
+        inside=mode == 0,
+        grad_averaging=bool(grad_averaging),
+        largest=norm_type == 0,
+        from_zero=True,  # callers put the first norms in themselves
+    )
+    with in_fp32(lists) as (gradients, parameters, averages):
+        norms = grad_norms.float()  # itself, where it is fp32
+        steps = numbers(step - 1, len(gradients), noop_flag.device)
+        ops.novograd(gradients, parameters, averages, steps, list(norms.unbind()), rule)
+        if norms is not grad_norms:
+            grad_norms.copy_(norms)
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Returns ``current_scale``, changed in place with both trackers: it backs off once overflows have used ``hysteresis`` up.
+
+    The scale may go down to 0, and never grows to inf.
+    """
+    bad = found_inf.reshape(growth_tracker.shape) > 0
+    left = hysteresis_tracker - bad.to(hysteresis_tracker.dtype)
+    grown = current_scale * growth_factor
+    count = growth_tracker + 1
+    due = ~bad & (count == growth_interval)
+    kept = torch.where(due & torch.isfinite(grown), grown, current_scale)
+    current_scale.copy_(torch.where(bad & (left <= 0), current_scale * backoff_factor, kept))
+    growth_tracker.copy_(torch.where(bad | due, torch.zeros_like(count), count))
+    hysteresis_tracker.copy_(torch.where(bad, left, torch.full_like(left, hysteresis)))
+    return current_scale

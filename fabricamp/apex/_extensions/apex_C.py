@@ -1,0 +1,23 @@
+"""``apex_C``: many tensors as one flat one, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, cat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["flatten", "unflatten"]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a 1-dim tensor with the elements of ``tensors``, which have one dtype, in order."""
+    return cat([tensor.contiguous().view(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of ``flat`` with the shapes of ``tensors``."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -1,0 +1,31 @@
+"""``mlp_cuda``: the passes of :class:`fabricamp.apex.mlp.MLP`, one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fabricamp.apex.mlp.mlp import MlpFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["backward", "forward"]
+
+
+@torch.no_grad()
+def forward(bias: int, activation: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the output as a list of one; ``inputs``: the input, the weights, the biases if there are some."""
+    return [MlpFunction.apply(bias, activation, *inputs)]
+
+
+def backward(
+    bias: int, activation: int, grad_o: Tensor, fprop_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns the gradients of ``inputs``; the layers are computed again."""
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in inputs]
+        output = MlpFunction.apply(bias, activation, *leaves)
+    return list(torch.autograd.grad(output, leaves, grad_o))

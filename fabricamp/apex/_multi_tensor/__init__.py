@@ -1,0 +1,1 @@
+"""What the functions of ``amp_C`` are made of."""

@@ -1,0 +1,176 @@
+"""LAMB as ``amp_C`` has it: the norm of all gradients comes from the caller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.apex._multi_tensor.lists import checked, in_fp32, numbers, verdict
+from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.lamb import lamb_reference, launch_lamb
+from fabricamp.ops.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+]
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool = False,
+) -> None:
+    """Step number ``step`` of LAMB on gradients, parameters, averages, squares; gradients stay as they are."""
+    lists = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
+    rule = ops.LambRule(
+        lr,
+        beta1,
+        beta2,
+        epsilon,
+        weight_decay,
+        bias_correction=bool(bias_correction),
+        decoupled=mode == 1,
+        grad_averaging=bool(grad_averaging),
+        max_norm=max_grad_norm,
+        nvlamb=bool(use_nvlamb),
+    )
+    with in_fp32(lists) as columns:
+        steps = numbers(step - 1, len(columns[0]), noop_flag.device)
+        _lamb(columns, steps, rule, global_grad_norm.reshape(()), None)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb: bool,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """As :func:`multi_tensor_lamb`, with numbers on the device; list 4, if there is one, gets copies of the parameters.
+
+    Nothing changes where the flag or ``found_inf`` is set.
+    """
+    lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
+    rule = ops.LambRule(
+        lr.reshape(()),
+        beta1,
+        beta2,
+        epsilon,
+        weight_decay,
+        bias_correction=bool(bias_correction),
+        decoupled=mode == 1,
+        grad_averaging=bool(grad_averaging),
+        max_norm=1.0,  # of the norm in units of the limit, which only the device knows
+        nvlamb=bool(use_nvlamb),
+    )
+    state = verdict(noop_flag.reshape(()).logical_or(found_inf.reshape(())), inv_scale)
+    with in_fp32(lists) as columns:
+        steps = numbers(step - 1, len(columns[0]), noop_flag.device)
+        _lamb(columns, steps, rule, global_grad_norm.reshape(()) / max_grad_norm.reshape(()), state)
+
+
+def _lamb(
+    columns: Sequence[list[Tensor]],
+    steps: list[Tensor],
+    rule: ops.LambRule,
+    norm: Tensor,
+    state: ops.StepState | None,
+) -> None:
+    gradients, parameters, averages, squares, *rest = columns
+    copies = rest[0] if rest else None
+    device = gradients[0].device
+    norm = norm.to(device, torch.float64, non_blocking=True)
+    if not runs_kernels(device):
+        lamb_reference(gradients, parameters, averages, squares, steps, rule, copies=copies, state=state, norm=norm)
+        return
+    written: Sequence[Tensor | None] = copies or [None] * len(parameters)
+    table = Table((gradients, parameters, averages, squares, written), cells=(steps,), device=device)
+    table.set_scalars([rule.scalars()])
+    launch_lamb(table, state, None, norm)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """Takes gradients (list 0) into averages (2) and squares (3), and writes the directions of parameters (1) into list 4.
+
+    ``step`` counts the steps before this one; ``per_tensor_decay`` is the weight decay of each tensor.
+    """
+    lists = checked("multi_tensor_lamb_stage1_cuda", noop_flag, tensor_lists, 5)
+    norm = global_grad_norm.reshape(()).to(noop_flag.device, torch.float32)
+    clip = torch.where(norm > max_global_grad_norm, max_global_grad_norm / norm, torch.ones_like(norm))
+    decays = per_tensor_decay.to(noop_flag.device, torch.float32).unbind()
+    for gradient, parameter, average, square, direction, decay in zip(*lists, decays, strict=True):
+        value = gradient.float() * clip
+        mean = average.float().lerp(value, 1 - beta1)
+        spread = (square.float() * beta2).addcmul_(value, value, value=1 - beta2)
+        root = (spread / (1 - beta2 ** (step + 1))).sqrt_().add_(epsilon)
+        direction.copy_(mean / (1 - beta1 ** (step + 1)) / root + decay * parameter.float())
+        average.copy_(mean)
+        square.copy_(spread)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool = False,
+) -> None:
+    """Takes parameters (list 0) along their directions (1): ``lr``, times the ratio of their norms where both are more than 0."""
+    parameters, directions = checked("multi_tensor_lamb_stage2_cuda", noop_flag, tensor_lists, 2)
+    ratios = torch.ones_like(per_tensor_param_norm)
+    if use_nvlamb or weight_decay != 0:
+        both = (per_tensor_param_norm != 0) & (per_tensor_update_norm != 0)
+        ratios = torch.where(both, per_tensor_param_norm / per_tensor_update_norm, ratios)
+    for parameter, direction, ratio in zip(parameters, directions, (lr * ratios).unbind(), strict=True):
+        parameter.copy_(parameter.float() - ratio * direction.float())

@@ -1,0 +1,101 @@
+"""What the functions of ``amp_C`` share: checks of tensor lists, the flag, fp32 arithmetic for fp64 tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.ops.layouts import is_dense
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Lists", "TensorListError", "checked", "flag_where_not_finite", "in_fp32", "numbers", "verdict"]
+
+Lists = list[list[Tensor]]
+_FLOATING: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+class TensorListError(ConfigError, RuntimeError):
+    """Lists of tensors that a function of ``amp_C`` cannot take; a ``RuntimeError`` too, as there."""
+
+
+def checked(name: str, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *depths: int) -> Lists:
+    """Returns the lists, which are ``depths`` many, of one length, and of tensors that match; raises :class:`TensorListError`."""
+    lists = [list(one) for one in tensor_lists]
+    if len(lists) not in depths:
+        wanted = " or ".join(map(str, depths))
+        raise TensorListError(f"{name} takes {wanted} lists of tensors, and got {len(lists)}")
+    lengths = [len(one) for one in lists]
+    if not lengths[0]:
+        raise TensorListError(f"{name} got an empty list of tensors; give at least one, or do not call it")
+    if len(set(lengths)) > 1:
+        raise TensorListError(f"{name} got lists of different lengths ({', '.join(map(str, lengths))})")
+    device = lists[0][0].device
+    for index, one in enumerate(lists):
+        for place, tensor in enumerate(one):
+            obstacle = _obstacle(tensor, lists[0][place], device)
+            if obstacle is not None:
+                raise TensorListError(f"{name}: tensor {place} of list {index} {obstacle}")
+    if noop_flag.device != device or noop_flag.numel() != 1:
+        raise TensorListError(
+            f"{name}: the flag is a tensor of {noop_flag.numel()} elements on {noop_flag.device}; give one int32 on {device}"
+        )
+    return lists
+
+
+def _obstacle(tensor: Tensor, first: Tensor, device: torch.device) -> str | None:
+    """Why ``tensor`` cannot stand in a row that begins with ``first``."""
+    if tensor.device != device:
+        return f"is not on the same device as the first one ({tensor.device}, {device})"
+    if tensor.numel() != first.numel():
+        return f"has {tensor.numel()} elements, that of the first list {first.numel()}"
+    if tensor.dtype not in _FLOATING:
+        return f"is of {tensor.dtype}; it has to be fp32, fp16, bf16 or fp64"
+    if not is_dense(tensor):
+        return "is neither contiguous nor channels last"
+    return None
+
+
+def flag_where_not_finite(noop_flag: Tensor, *lists: Sequence[Tensor]) -> None:
+    """Sets the flag where a tensor holds inf or nan; the host reads nothing."""
+    same: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (one for tensors in lists for one in tensors if one.numel() > 0):
+        same.setdefault(tensor.dtype, []).append(tensor)
+    for tensors in same.values():
+        largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf)))  # nan where there is one
+        noop_flag.logical_or_(torch.isfinite(largest).all().logical_not_())
+
+
+def verdict(noop_flag: Tensor, multiplier: Tensor | float = 1.0) -> ops.StepState:
+    """Returns what makes an op skip where the flag is set, and multiply gradients by ``multiplier``."""
+    state = ops.StepState.on(noop_flag.device)
+    state.found_inf.copy_(noop_flag.reshape(()) != 0)
+    if isinstance(multiplier, Tensor):
+        state.multiplier.copy_(multiplier.reshape(()))
+    else:
+        state.multiplier.fill_(multiplier)
+    return state
+
+
+def numbers(value: Tensor | float, count: int, device: torch.device) -> list[Tensor]:
+    """Returns ``count`` 0-dim fp32 tensors of ``value`` on ``device``."""
+    if isinstance(value, Tensor):
+        return list(value.reshape(1).to(device, torch.float32).repeat(count).unbind())
+    return list(torch.full((count,), float(value), device=device).unbind())
+
+
+@contextlib.contextmanager
+def in_fp32(lists: Lists) -> Iterator[Lists]:
+    """Gives lists with fp32 copies in the places of fp64 tensors, and writes what becomes of them back: apex's rule for fp64."""
+    narrow = [[one.float() if one.dtype is torch.float64 else one for one in tensors] for tensors in lists]
+    yield narrow
+    for tensors, copies in zip(lists, narrow, strict=True):
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if tensor is not copy:
+                tensor.copy_(copy)

@@ -1,0 +1,294 @@
+"""What ``amp.initialize`` does to models and optimizers, and how it is undone."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fabricamp.apex.amp._amp_state import AmpError, _amp_state, warn_or_err
+from fabricamp.apex.amp._process_optimizer import process_optimizer, release
+from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
+from fabricamp.apex.amp.scaler import LossScaler
+from fabricamp.errors import ConfigError
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.base import demands_closure
+from fabricamp.precision.boundary import CachingBoundary, OpenBoundary
+from fabricamp.precision.casting import own_tensors
+from fabricamp.precision.conversion import bound, check_autocast, convert
+from fabricamp.precision.master_weights import MasterWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+    from fabricamp.precision.opt_levels import Level
+
+__all__ = ["AmpTypeError", "Conversion", "as_list", "begin", "release_all", "stop_casts"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class AmpTypeError(ConfigError, TypeError):
+    """What amp refuses for its type."""
+
+
+class Conversion:
+    """One model that was made half, or got a boundary: its full values, and the hooks that are on it."""
+
+    def __init__(self, model: nn.Module, level: Level) -> None:
+        self.level = level
+        self.has_masters = level.master_weights
+        self.full = MasterWeights()
+        self._handles: list[RemovableHandle] = []
+        self._model = weakref.ref(model)
+        self._device = _device_of([model], [])
+        self.wrapper_group: Any = None
+        dtype = level.cast_model_type
+        outputs = level.cast_model_outputs or torch.float32
+        if dtype is None:
+            _attach(self._handles, model, CachingBoundary(level.cast_model_outputs))
+        elif dtype is torch.float32:
+            _bring_up(model)
+            _attach(self._handles, model, OpenBoundary(dtype, outputs))
+        else:
+            keep = level.keep_batchnorm_fp32
+            converted = convert(model, dtype, self.full, keep_batchnorm_fp32=keep)
+            # Boundaries are plain data and stay with copies of the model; full values do not.
+            make = functools.partial(OpenBoundary, dtype, outputs)
+            self._handles += bound(model, converted, make, keep_batchnorm_fp32=keep)
+            self.full.watch_saving(model.modules(), exact=self.has_masters)
+        if self.has_masters:
+            self._notice = model.register_forward_pre_hook(_WrapperNotice(self))
+            self._handles.append(self._notice)
+
+    def holds(self, keys: set[int]) -> bool:
+        """Returns whether one of the parameters (by id) is of this model."""
+        model = self._model()
+        return model is not None and any(id(parameter) in keys for parameter in model.parameters())
+
+    def take_edits(self) -> None:
+        """Takes masters anew from half weights that the script, or torch's DistributedDataParallel, wrote into.
+
+        The ranks of that wrapper do so together: its constructor gave them rank 0's half weights, which are no news to rank 0.
+        """
+        self._notice.remove()
+        edited = self.full.edited()
+        if self.wrapper_group is None:
+            self.full.take(edited)
+            return
+        flag = torch.tensor([float(bool(edited) or self.full.has_taken)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.wrapper_group)
+        if flag.item():
+            self.full.refresh()
+
+    def adopt_half(self, parameters: Sequence[Tensor]) -> None:
+        """Keeps fp32 values of half ``parameters`` that are in no model that was converted."""
+        for parameter in parameters:
+            known = any(parameter in one.full for one in _amp_state.conversions.values())
+            if parameter.dtype in _HALF and not known:
+                self.full.convert([parameter], parameter.dtype)
+
+    def release(self) -> None:
+        """Gives the model back as it came: full values in place, no hooks."""
+        self.full.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _WrapperNotice:
+    """A hook that tells a conversion which process group torch's wrapper around its model has; a copy tells nobody."""
+
+    def __init__(self, conversion: Conversion | None) -> None:
+        self._conversion = conversion
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WrapperNotice:
+        return _WrapperNotice(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WrapperNotice, (None,)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        conversion = self._conversion
+        if conversion is not None and conversion.wrapper_group is None:
+            wrapper = TorchDDP._active_ddp_module  # set while its forward runs
+            conversion.wrapper_group = None if wrapper is None else wrapper.process_group
+
+
+def _attach(handles: list[RemovableHandle], model: nn.Module, boundary: OpenBoundary | CachingBoundary) -> None:
+    if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+        handles += boundary.attach(model)
+
+
+def _bring_up(model: nn.Module) -> None:
+    """Makes half weights fp32, which only ``allow_incoming_model_not_fp32`` lets in."""
+    if any(tensor.dtype in _HALF for one in model.modules() for tensor in own_tensors(one)):
+        model.float()
+
+
+def as_list(value: Any, kind: str) -> list[Any]:
+    """Returns the models or optimizers of ``initialize`` as a list; raises what apex would."""
+    if value is None:
+        return []
+    if kind == "model":
+        if isinstance(value, nn.Module):
+            return [value]
+        if isinstance(value, list) and all(isinstance(one, nn.Module) for one in value):
+            return value
+        raise AmpTypeError("models must be either a single model or a list of models.")
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if all(hasattr(one, "param_groups") and callable(getattr(one, "step", None)) for one in values):
+        return values
+    raise AmpTypeError("optimizers must be either a single optimizer or a list of optimizers.")
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        if isinstance(model, (TorchDDP, DataParallel)) or type(model).__name__ == "DistributedDataParallel":
+            raise AmpError(
+                f"Incoming model is an instance of {type(model).__module__}.{type(model).__name__}. Parallel wrappers should "
+                "only be applied to the model(s) AFTER amp.initialize; move that line below it"
+            )
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dtype in _HALF[:1] and not _amp_state.allow_incoming_model_not_fp32:
+                warn_or_err(
+                    f"Found param/buffer {name} with type {tensor.type()}, expected torch.cuda.FloatTensor. amp.initialize "
+                    "converts the model itself: give it the fp32 model, without .half()"
+                )
+
+
+def _check_optimizers(optimizers: Sequence[Any], level: Level) -> None:
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise AmpError(
+                f"An incoming optimizer is an instance of {type(optimizer).__module__}.FP16_Optimizer, which has masters and "
+                "a scale of its own; give amp.initialize the optimizer inside, or leave amp out"
+            )
+        if demands_closure(optimizer) and level.dynamic:
+            raise AmpError(
+                f"{type(optimizer).__name__}.step runs backward itself and cannot be left out when gradients overflow; "
+                "pass a number as loss_scale to amp.initialize"
+            )
+
+
+def _release_known(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Undoes an earlier ``initialize`` of the same models and optimizers, so that another one starts from fp32."""
+    chosen = set(map(id, models))
+    known = [model for model in _amp_state.conversions if id(model) in chosen]
+    given = set(map(id, optimizers))
+    released = []
+    for stash in list(_amp_state.optimizers):
+        holders = set(map(id, stash.binding.holders))
+        if id(stash.optimizer) in given:
+            _check_alone(stash, chosen)
+        elif not any(_amp_state.conversions[model].holds(holders) for model in known):
+            continue  # it goes on; the others of before are on weights that are about to be restored
+        release(stash)
+        released.append(stash.optimizer)
+    for model in known:
+        _amp_state.conversions.pop(model).release()
+    for optimizer in released:
+        _match_state(optimizer)
+
+
+def _check_alone(stash: Any, models: set[int]) -> None:
+    """Refuses an optimizer again without the model whose masters it updates."""
+    holders = {id(holder) for holder, _ in stash.binding.apart}
+    for model, conversion in list(_amp_state.conversions.items()):
+        if id(model) not in models and holders and conversion.holds(holders):
+            raise AmpError(
+                "A given optimizer should only be passed through amp.initialize once. This one updates the masters of a "
+                f"{type(model).__name__} that was converted with it; pass both again, or call amp.shutdown() before"
+            )
+
+
+def begin(models: list[nn.Module], optimizers: list[Any], level: Level, *, patches: bool, allow_banned: bool) -> None:
+    """Checks everything, then converts the models, gives the optimizers their masters and turns casts on."""
+    if not torch.backends.cudnn.enabled:
+        raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
+    optimizers = list({id(one): one for one in optimizers}.values())
+    _check_optimizers(optimizers, level)
+    _release_known(models, optimizers)
+    _check_models(models)
+    device = _device_of(models, optimizers)
+    if patches and level.autocast is not None:
+        for model in models:
+            check_autocast(model, level.autocast, level.name, device.type)
+    stop_casts()
+    _amp_state.loss_scalers = [_scaler_of(level, device) for _ in range(level.num_losses)]
+    _amp_state.models.update(models)
+    for model in {id(one): one for one in models}.values():
+        if level.cast_model_type is not None or level.autocast is not None or level.cast_model_outputs is not None:
+            _amp_state.conversions[model] = Conversion(model, level)
+    for optimizer in optimizers:
+        process_optimizer(optimizer)
+        _match_state(optimizer)
+    _amp_state.handle = NoOpHandle()
+    if patches and level.autocast is not None:
+        _amp_state.handle = AmpHandle(level.loss_scale, True, _amp_state.verbosity == 2)
+        _amp_state.handle.start(device.type, level.autocast, allow_banned=allow_banned)
+
+
+def _scaler_of(level: Level, device: torch.device) -> LossScaler:
+    minimum, maximum = _amp_state.min_loss_scale, _amp_state.max_loss_scale
+    scaler = LossScaler(level.loss_scale, min_loss_scale=minimum, max_loss_scale=maximum)
+    scaler.place(device)
+    return scaler
+
+
+def _match_state(optimizer: Any) -> None:
+    """Brings state that torch's optimizers had for weights of another dtype to that of the weights; fused ones keep theirs fp32."""
+    if isinstance(getattr(optimizer, "optim", optimizer), FusedOptimizer):
+        return
+    differs = any(
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.dtype != parameter.dtype
+        and (value.dtype in _HALF or parameter.dtype in _HALF)
+        for parameter, state in getattr(optimizer, "state", {}).items()
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+        for value in state.values()
+    )
+    if differs:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _device_of(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> torch.device:
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                device: torch.device = parameter.device
+                return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def stop_casts() -> None:
+    """Turns off what an earlier O1 has turned on."""
+    handle = _amp_state.__dict__.pop("handle", None)
+    if handle is not None:
+        handle._deactivate()
+
+
+def release_all() -> None:
+    """Gives every model and optimizer back as it came, and torch too."""
+    stop_casts()
+    stashes = list(_amp_state.optimizers)
+    for stash in stashes:
+        release(stash)
+    for model in list(_amp_state.conversions):
+        _amp_state.conversions.pop(model).release()
+    for stash in stashes:
+        _match_state(stash.optimizer)
+    _amp_state.forget()

@@ -1,0 +1,95 @@
+"""apex's lists of an optimizer's parameters, by what they are to amp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabricamp.precision.gradients import Binding
+
+__all__ = ["HALF", "ParameterLists"]
+
+HALF: Final = (torch.float16, torch.bfloat16)
+
+
+class ParameterLists:
+    """What scripts read of ``optimizer._amp_stash``.
+
+    ``fp16`` are half weights, ``fp32_from_fp16`` their masters, ``fp32_from_fp32`` weights that stay fp32.
+    """
+
+    optimizer: Any
+    binding: Binding
+    kept: list[Tensor | None]
+    """The gradients of passes before the one that is running, in the order of the parameters."""
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns what backward fills with what is updated, in the order of ``param_groups``."""
+        self.binding.refresh()
+        return list(zip(self.binding.holders, self.binding.targets, strict=True))
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether backward fills other tensors than those that are updated."""
+        self.binding.refresh()
+        return bool(self.binding.apart)
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Half weights."""
+        return [holder for holder, _ in self.pairs() if holder.dtype in HALF]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters of half weights."""
+        return [target for holder, target in self.pairs() if holder is not target]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Weights that were not converted."""
+        return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+    def _groups(self, chosen: list[Tensor]) -> list[list[Tensor]]:
+        keys = set(map(id, chosen))
+        return [[one for one in group["params"] if id(one) in keys] for group in self.optimizer.param_groups]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half weights of each group."""
+        holders = {id(target): holder for holder, target in self.pairs()}
+        return [
+            [holders[id(one)] for one in group["params"] if holders[id(one)].dtype in HALF]
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of each group."""
+        return self._groups(self.all_fp32_from_fp16_params)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The weights of each group that were not converted."""
+        return self._groups(self.all_fp32_from_fp32_params)
+
+    def _stashed(self, chosen: list[Tensor]) -> list[Tensor | None]:
+        kept = dict(zip(map(id, self.binding.targets), self.kept, strict=False))
+        return [kept.get(id(one)) for one in chosen]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[Tensor | None]:
+        """What half weights had for gradients before the backward that is running."""
+        return self._stashed(self.all_fp16_params)
+
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
+        """What fp32 weights had for gradients before the backward that is running."""
+        return self._stashed(self.all_fp32_from_fp32_params)
+
+    all_fp32_grad_stash = all_fp32_from_fp32_grad_stash

@@ -1,0 +1,297 @@
+"""What amp keeps of an optimizer: fp32 masters in its groups, gradients unscaled into them, steps that may be left out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabricamp import ops
+from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero
+from fabricamp.apex.amp._parameter_lists import HALF, ParameterLists
+from fabricamp.apex.amp.scaler import add, by_device, multiply
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.blame import Blame
+from fabricamp.precision.gradients import Binding, Gradient, pair
+from fabricamp.precision.master_weights import MasterWeights, round_to
+from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["AmpOptimizerState"]
+
+logger = logging.getLogger("fabricamp")
+
+
+class _LiveMasters(MasterWeights):
+    """The masters of all models that amp has converted, and that there still are."""
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self._of(tensor) is not None
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Returns the fp32 parameter that is updated instead of ``parameter``."""
+        masters = self._of(parameter)
+        return parameter if masters is None else masters.master_of(parameter)
+
+    @staticmethod
+    def _of(tensor: Tensor) -> MasterWeights | None:
+        kept = (one.full for one in _amp_state.conversions.values() if one.has_masters)
+        return next((masters for masters in kept if tensor in masters), None)
+
+
+class _Unscaling(NamedTuple):
+    """The gradients of a backward pass on their way: all of them, and how they reach what is updated."""
+
+    incoming: list[Tensor]
+    fresh: list[tuple[Tensor, Tensor]]
+    """A source, and where it goes."""
+    added: list[tuple[Tensor, Tensor, Tensor]]
+    """A source, what is there from earlier passes, and where the sum goes."""
+    sparse: list[tuple[Tensor, Tensor, Tensor]]
+    """A target, its new gradient, and the one that it had."""
+
+
+class AmpOptimizerState(ParameterLists):
+    """``optimizer._amp_stash``: which tensors backward fills, which are updated, and what is known of the open window."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.lazy_init_called = False
+        self.already_patched = False
+        self.replaced: dict[str, Any] = {}
+        self.params_have_scaled_gradients = False
+        self.skips = False
+        """Whether the host knows that the next step is to be left out."""
+        self.had_backward = False
+        self.stepping = False
+        self._ever_had_backward = False
+        self._told = False
+        self._flagged = False
+        self.kept: list[Tensor | None] = []
+        self.binding = Binding(optimizer, _LiveMasters(), Blame(optimizer, 0), sums=False, exchanged=False)
+        self._state = ops.StepState.on(_device_of(optimizer))
+        self.own_step = optimizer.step
+        self._zero_grad = optimizer.zero_grad
+        self._add_param_group = optimizer.add_param_group
+
+    # -- before and after a backward -------------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """Before the first backward: takes in what the script did to half weights since ``initialize``."""
+        if self.lazy_init_called:
+            return
+        self.lazy_init_called = True
+        for holder, target in self.pairs():
+            if holder.device != target.device:
+                raise AmpError(
+                    f"the model moved from {target.device} to {holder.device} after amp.initialize, its fp32 masters did not; "
+                    "call model.to(device) before amp.initialize"
+                )
+        holders = set(map(id, self.binding.holders))
+        for conversion in list(_amp_state.conversions.values()):
+            if conversion.has_masters and conversion.holds(holders):
+                conversion.take_edits()
+
+    def prepare(self) -> None:
+        """Puts gradients of earlier passes, which are unscaled, aside."""
+        self.lazy_init()
+        binding = self.binding
+        binding.refresh()
+        self.kept = [target.grad for target in binding.targets]
+        for holder, target in zip(binding.holders, binding.targets, strict=True):
+            holder.grad = None
+            if holder is not target:
+                target.grad = None
+
+    def restore(self) -> None:
+        """Puts gradients of earlier passes back, after a backward that failed."""
+        if self.params_have_scaled_gradients:
+            return
+        for target, kept in zip(self.binding.targets, self.kept, strict=False):
+            if kept is not None:
+                target.grad = kept
+        self.kept = []
+
+    def collect(self, seen: set[int]) -> _Unscaling:
+        """Returns what backward left, except in tensors whose ids are ``seen``: those that another optimizer has too."""
+        binding, work = self.binding, _Unscaling([], [], [], [])
+        binding.refresh()
+        earlier = self.kept or [target.grad if holder is not target else None for holder, target in self.pairs()]
+        self.kept = []
+        for holder, target, kept in zip(binding.holders, binding.targets, earlier, strict=True):
+            new = holder.grad
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            if new is None:
+                if kept is not None:
+                    target.grad = kept
+                continue
+            work.incoming.append(new)
+            if kept is None:
+                work.fresh.append(pair(Gradient(holder, target, new)))
+            elif new.is_sparse or kept.is_sparse:
+                work.sparse.append((target, new, kept))
+            else:
+                target.grad = into = new if holder is target else kept
+                work.added.append((new, kept, into))
+        return work
+
+    @torch.no_grad()
+    def distribute(self, work: _Unscaling, multiplier: Tensor | float) -> None:
+        """Unscales what was collected into what is updated."""
+        if work.fresh:
+            sources, places = zip(*work.fresh, strict=True)
+            multiply(sources, places, multiplier)
+        if work.added:
+            sources, earlier, places = zip(*work.added, strict=True)
+            add(sources, earlier, places, multiplier)
+        for target, new, kept in work.sparse:
+            target.grad = kept + new.to(target.dtype) * (
+                multiplier.to(new.device) if isinstance(multiplier, torch.Tensor) else multiplier
+            )
+
+    def note_backward(self, *, scaled: bool) -> None:
+        """Takes note that backward ran, and whether what it left is still scaled."""
+        self.had_backward = self._ever_had_backward = True
+        self.params_have_scaled_gradients = scaled
+
+    def may_skip_on_device(self) -> bool:
+        """Returns whether the next step can be left out without the host knowing."""
+        return isinstance(self.optimizer, FusedOptimizer) or may_skip(self.optimizer)
+
+    def flag(self, found_inf: Tensor) -> None:
+        """Takes note, on the device, of what one of the window's passes found."""
+        own = self._state.found_inf
+        if self._flagged:
+            torch.maximum(own, found_inf.to(own.device), out=own)
+        else:
+            own.copy_(found_inf)
+        self._flagged = True
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Steps the optimizer, or leaves it out after an overflow; then rounds the masters into the model."""
+        if closure is not None:
+            return self._step_with(closure)
+        self._check_order()
+        result = None
+        if self.skips:
+            self.optimizer._opt_called = True  # schedulers ask, and this step was
+        else:
+            with _casts_off(), self._stepping():
+                result = self._update()
+        self._end_window()
+        return result
+
+    def _check_order(self) -> None:
+        if self.had_backward:
+            return
+        pairs = self.pairs()
+        if not self._ever_had_backward and any(one.grad is not None for one, other in pairs if one is not other):
+            raise AmpError(
+                "the model's half gradients were not computed inside amp.scale_loss, and never reached the fp32 masters; write "
+                "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` before optimizer.step()"
+            )
+        if not self._told and all(target.grad is None for _, target in pairs):
+            self._told = True
+            if is_rank_zero():
+                logger.warning(
+                    "fabricamp: optimizer.step() before any backward inside amp.scale_loss changes nothing; call it after"
+                )
+
+    def _update(self) -> Any:
+        optimizer, has_masters = self.optimizer, self.has_masters
+        if isinstance(optimizer, FusedOptimizer) and not optimizer._optimizer_step_pre_hooks:
+            # One pass: it reads the flag, and writes the half weights too.
+            optimizer.gather(None, self.binding.copies if has_masters else None)
+            optimizer.steer(self._state if self._flagged else None, skips=self._flagged)
+            return self.own_step()
+        if isinstance(optimizer, torch.optim.SGD) and _half_on_cpu(self.binding.targets):
+            leave_fused(optimizer, tell=is_rank_zero())
+        result = None
+        if self._flagged:
+            run_unless_overflow(optimizer, self._state.found_inf, self.own_step)
+        else:
+            result = self.own_step()
+        self.round()
+        return result
+
+    def round(self) -> None:
+        """Makes the half weights the rounded masters again."""
+        holders, targets = [one for one, _ in self.binding.apart], [one for _, one in self.binding.apart]
+        for _, (masters, half) in by_device(targets, holders):
+            round_to(masters, half)
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if any(scaler.dynamic for scaler in _amp_state.loss_scalers):
+            raise AmpError(
+                "Currently, Amp does not support closure use with optimizers. A step that runs backward itself cannot be left "
+                "out when gradients overflow; pass a number as loss_scale to amp.initialize, or call step without closure"
+            )
+
+        def run() -> Any:
+            self.round()
+            with torch.enable_grad():
+                return closure()
+
+        with self._stepping():
+            result = self.own_step(run)
+        self.round()
+        self._end_window()
+        return result
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Any:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def _end_window(self) -> None:
+        self.skips = self.had_backward = self._flagged = False
+        for _, target in self.binding.apart:
+            target.grad = None
+
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Forgets the window's gradients, scaled, unscaled and set aside, and with them its overflow."""
+        self._zero_grad(*args, **options)
+        to_none = options.get("set_to_none", args[0] if args else None)
+        self.binding.refresh()
+        for holder, target in self.binding.apart:
+            target.grad = None
+            if to_none is False and holder.grad is not None:
+                holder.grad.detach_().zero_()
+            else:
+                holder.grad = None
+        self.kept = []
+        self.params_have_scaled_gradients = self.skips = self._flagged = self.had_backward = False
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds parameters, with masters for half ones."""
+        self._add_param_group(group)
+        masters = next((one for one in _amp_state.conversions.values() if one.has_masters), None)
+        if masters is not None and self.binding.apart:
+            masters.adopt_half(self.optimizer.param_groups[-1]["params"])
+        self.binding.refresh()
+
+
+def _device_of(optimizer: Any) -> torch.device:
+    return next((one.device for group in optimizer.param_groups for one in group["params"]), torch.device("cpu"))
+
+
+def _half_on_cpu(targets: list[Tensor]) -> bool:
+    return any(target.dtype in HALF and target.device.type == "cpu" for target in targets)
+
+
+def _casts_off() -> contextlib.AbstractContextManager[None]:
+    handle = _amp_state.__dict__.get("handle")
+    return contextlib.nullcontext() if handle is None else handle.casts_off()

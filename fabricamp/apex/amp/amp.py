@@ -1,0 +1,125 @@
+"""The old entry ``amp.init``, and functions with casts of the script's own."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from fabricamp.apex.amp import lists
+from fabricamp.apex.amp._amp_state import _amp_state
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.precision import autocast
+from fabricamp.precision.autocast import float_function, half_function, promote_function
+from fabricamp.precision.opt_levels import LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+
+class _Registered(NamedTuple):
+    module: Any
+    name: str
+    register: Callable[[Any, str], None]
+
+
+class BannedError(ConfigError, NotImplementedError):
+    """A function that is not safe on half values."""
+
+
+_registry: list[_Registered] = []
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Makes ``module.name`` take half tensors, from the next ``initialize`` or ``init`` that turns casts on."""
+    _register(module, name, autocast.register_half_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Makes ``module.name`` take fp32 tensors, from the next ``initialize`` or ``init`` that turns casts on."""
+    _register(module, name, autocast.register_float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Makes ``module.name`` take its arguments' widest dtype, from the next ``initialize`` or ``init`` that turns casts on."""
+    _register(module, name, autocast.register_promote_function)
+
+
+def _register(module: Any, name: str, register: Callable[[Any, str], None]) -> None:
+    if not hasattr(module, name):
+        where = getattr(module, "__name__", type(module).__name__)
+        raise ConfigError(f"No function named {name} in module {where}{nearest(name, dir(module))}")
+    _registry.append(_Registered(module, name, register))
+
+
+def apply_registered(handle: AmpHandle, *, allow_banned: bool) -> None:
+    """Replaces what was registered since the last time; ``handle`` remembers what was there."""
+    handle._save_func(functional, "binary_cross_entropy", functional.binary_cross_entropy)
+    functional.binary_cross_entropy = _binary_cross_entropy(functional.binary_cross_entropy, allow_banned=allow_banned)
+    rules = {
+        "half": autocast.register_half_function,
+        "float": autocast.register_float_function,
+        "promote": autocast.register_promote_function,
+    }
+    listed = [_Registered(module, name, rules[rule]) for module, name, rule in lists.added() if hasattr(module, name)]
+    for module, name, register in [*listed, *_registry]:
+        handle._save_func(module, name, getattr(module, name))
+        register(module, name)
+    _registry.clear()
+
+
+def _binary_cross_entropy(original: Callable[..., Any], *, allow_banned: bool) -> Callable[..., Any]:
+    """Torch's own under autocast refuses whatever it gets; only half probabilities are dangerous."""
+    in_fp32 = float_function(original)
+
+    @functools.wraps(original)
+    def run(*args: Any, **options: Any) -> Any:
+        tensors = [one for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
+        half = any(one.dtype in (torch.float16, torch.bfloat16) for one in tensors)
+        if half and not allow_banned and any(torch.is_autocast_enabled(one.device.type) for one in tensors):
+            raise BannedError(
+                "amp does not work out-of-the-box with binary_cross_entropy on half values, whose logarithm overflows. Use "
+                "BCEWithLogitsLoss without the sigmoid before it; or give it fp32 values, with "
+                "`amp.register_float_function(torch, 'sigmoid')` before amp.initialize; or allow_banned=True there"
+            )
+        return in_fp32(*args, **options)
+
+    return run
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Turns O1's casts on for this thread, and nothing else; returns their handle, whose ``_deactivate()`` ends them."""
+    from fabricamp.apex.amp._initialize import stop_casts
+    from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
+
+    stop_casts()
+    if not enabled:
+        handle: AmpHandle | NoOpHandle = NoOpHandle()
+        _amp_state.handle = handle
+        return handle
+    dtype = LEVELS["O1"].autocast
+    assert dtype is not None
+    handle = AmpHandle(loss_scale, enable_caching, verbose)
+    handle.start("cuda" if torch.cuda.is_available() else "cpu", dtype, allow_banned=allow_banned)
+    _amp_state.handle = handle
+    return handle

@@ -1,0 +1,24 @@
+"""What tensors are: helpers that apex offered scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_floating_point", "is_tensor_like", "scalar_python_val"]
+
+
+def is_tensor_like(x: Any) -> bool:
+    """Returns whether ``x`` is a tensor."""
+    return isinstance(x, torch.Tensor)
+
+
+def is_floating_point(x: Any) -> bool:
+    """Returns whether ``x`` is a floating tensor."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def scalar_python_val(x: torch.Tensor) -> float:
+    """Returns the number in a tensor of one; waits for the device."""
+    return x.item()

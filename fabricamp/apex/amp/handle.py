@@ -1,0 +1,306 @@
+"""``scale_loss``, ``disable_casts`` and the handle of O1's casts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero, maybe_print
+from fabricamp.apex.amp._process_optimizer import process_optimizer
+from fabricamp.errors import ConfigError, NonFiniteError
+from fabricamp.precision.autocast import Autocast, without_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.apex.amp._stash import AmpOptimizerState
+    from fabricamp.apex.amp.opt import OptimWrapper
+    from fabricamp.apex.amp.scaler import LossScaler
+
+__all__ = ["AmpHandle", "NoOpHandle", "backward_pass", "disable_casts", "scale_loss"]
+
+logger = logging.getLogger("fabricamp")
+
+_MOST_NAMES = 5
+
+
+class LossIdError(ConfigError, IndexError):
+    """A ``loss_id`` that there is no scaler for."""
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[Tensor]:
+    """Returns a context with the loss to run backward on; at its end the gradients of ``optimizers`` are unscaled, in fp32.
+
+    ``delay_unscale``: they stay scaled, for a later call to unscale.  ``delay_overflow_check``: nobody asks whether they are
+    finite, and the scale stays.  A step after an overflow changes nothing.  Where all optimizers can leave a step out on the
+    device, the host reads nothing, and an overflow is told two passes late.
+    """
+    if "opt_properties" not in _amp_state.__dict__:
+        raise AmpError(
+            "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. Call "
+            "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` before it"
+        )
+    if not _amp_state.opt_properties.enabled:
+        return contextlib.nullcontext(loss)
+    return backward_pass(
+        _stashes_of(optimizers),
+        _scaler_of(loss_id),
+        loss,
+        loss_id,
+        unscales=not delay_unscale,
+        checks=not delay_overflow_check,
+    )
+
+
+@contextlib.contextmanager
+def backward_pass(
+    stashes: Sequence[AmpOptimizerState],
+    scaler: LossScaler,
+    loss: Tensor,
+    loss_id: int,
+    *,
+    unscales: bool = True,
+    checks: bool = True,
+) -> Iterator[Tensor]:
+    """Yields the scaled loss, outside of casts: backward runs in the dtypes that forward chose.  Then unscales."""
+    handle = _amp_state.handle
+    wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    if loss.is_cuda and scaler.device.type == "cpu" and (handle.is_active() or not scaler.is_one):
+        raise AmpError(
+            "the model was on the CPU in amp.initialize, and its loss is on a GPU; call model.cuda() before amp.initialize"
+        )
+    plain = scaler.is_one and not any(one.has_masters for one in stashes)
+    if not plain:
+        for stash in stashes:
+            if not stash.params_have_scaled_gradients:
+                stash.prepare()
+    try:
+        with handle.casts_off():
+            yield wide if plain else scaler.scaled(wide)
+    except BaseException:
+        for stash in stashes:
+            stash.restore()
+        raise
+    finally:
+        handle._clear_cache()
+    for stash in stashes:
+        stash.note_backward(scaled=not (plain or unscales))
+    if unscales and not plain:
+        _unscale(stashes, scaler, loss, loss_id, checks=checks)
+
+
+def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:
+    """What amp keeps of each, once; optimizers that ``initialize`` has not seen are taken in."""
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    stashes = []
+    for optimizer in given:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
+        if "_amp_stash" not in optimizer.__dict__ and is_rank_zero():
+            logger.warning(
+                "fabricamp: this %s was built after amp.initialize, or never passed to it; it is used as if it had been. Build "
+                "it before `model, optimizer = amp.initialize(model, optimizer)`",
+                type(optimizer).__name__,
+            )
+        stashes.append(process_optimizer(optimizer))
+    return list(dict.fromkeys(stashes))
+
+
+def _scaler_of(loss_id: int) -> LossScaler:
+    scalers = _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise LossIdError(
+            f"loss_id={loss_id} with num_losses={len(scalers)}; pass num_losses={loss_id + 1} to amp.initialize"
+        )
+    return scalers[loss_id]
+
+
+def _unscale(
+    stashes: Sequence[AmpOptimizerState], scaler: LossScaler, loss: Tensor, loss_id: int, *, checks: bool
+) -> None:
+    scaler.clear_overflow_state()
+    seen: set[int] = set()
+    work = [stash.collect(seen) for stash in stashes]
+    scaler.look([gradient for one in work for gradient in one.incoming])
+    for stash, one in zip(stashes, work, strict=True):
+        stash.distribute(one, scaler.multiplier)
+    if not checks:
+        return
+    waits = scaler.dynamic and not all(stash.may_skip_on_device() for stash in stashes)
+    overflowed, hopeless = scaler.close(loss.detach(), waits=waits, loss_id=loss_id)
+    if hopeless:
+        raise NonFiniteError(_why_hopeless(stashes, scaler))
+    if scaler.dynamic and not waits:
+        for stash in stashes:
+            stash.flag(scaler.moving.state.found_inf)
+    elif overflowed:
+        for stash in stashes:
+            stash.skips = True
+
+
+def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> str:
+    names = {id(one): name for model in _amp_state.models for name, one in model.named_parameters()}
+    bad = [
+        names.get(id(holder), f"a parameter of shape {tuple(holder.shape)}")
+        for stash in stashes
+        for holder, target in zip(stash.binding.holders, stash.binding.targets, strict=True)
+        if target.grad is not None and not bool(torch.isfinite(target.grad.sum()))
+    ]
+    shown = ", ".join(bad[:_MOST_NAMES]) + (", ..." if len(bad) > _MOST_NAMES else "")
+    return (
+        f"nothing but overflows for long, and the loss scale is down to {scaler.loss_scale():g}: the gradients of "
+        f"{shown or 'some parameters'} are not finite, which no scale can help. Look at the loss and the learning rate, or try "
+        "opt_level='O0'"
+    )
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """A context in which O1 casts nothing; at other levels, or without amp, it changes nothing."""
+    handle = _amp_state.__dict__.get("handle")
+    if handle is None:
+        yield
+        return
+    with handle._disable_casts():
+        yield
+
+
+class AmpHandle:
+    """O1's casts, on for this thread from :meth:`start` to :meth:`_deactivate`.
+
+    ``has_cache`` is whether autocast keeps the half weights of a forward until its end.
+    """
+
+    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
+        self._loss_scale = loss_scale
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._casts: Autocast | None = None
+        self._off: Autocast | None = None
+        self._device_type = "cpu"
+        self._caching = True
+
+    def start(self, device_type: str, dtype: torch.dtype, *, allow_banned: bool = False) -> None:
+        """Turns casts on, with the functions that scripts have registered."""
+        from fabricamp.apex.amp.amp import apply_registered
+
+        self._device_type = device_type
+        apply_registered(self, allow_banned=allow_banned)
+        self._casts = Autocast(device_type, dtype)
+        self._casts.__enter__()
+        self._off = without_autocast(device_type)
+        self._caching = torch.is_autocast_cache_enabled()
+        # Across calls of the model it would hold weights of before a step: CachingBoundary turns it on for one call.
+        torch.set_autocast_cache_enabled(False)
+        if self._verbose:
+            from fabricamp.apex.amp.lists import describe
+
+            maybe_print(describe(), rank0=True)
+
+    def is_active(self) -> bool:
+        """Returns whether functions are cast here and now."""
+        return self._casts is not None and torch.is_autocast_enabled(self._device_type)
+
+    def casts_off(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which nothing is cast."""
+        return contextlib.nullcontext() if self._off is None else self._off
+
+    _disable_casts = casts_off
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Returns the old interface's optimizer, with ``num_loss`` scales of its own."""
+        from fabricamp.apex.amp.opt import OptimWrapper
+
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Any:
+        """Raises: the handle's own way to scale a loss is gone."""
+        raise AmpError(
+            "The old Amp API is no longer supported. Call amp.initialize and `with amp.scale_loss(loss, optimizer) as scaled_loss`"
+        )
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether half weights are kept within a forward."""
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Nothing: autocast keeps its half weights to itself."""
+        return {}
+
+    @property
+    def verbose(self) -> bool:
+        """Whether what is cast was printed."""
+        return self._verbose
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Drops the half copy of ``param``, and with it all others."""
+        self._clear_cache()
+
+    def _clear_cache(self) -> None:
+        if self._casts is not None:
+            torch.clear_autocast_cache()
+
+    def _save_func(self, mod: Any, fn: str, func: Callable[..., Any]) -> None:
+        """Remembers what ``mod.fn`` was, for :meth:`_deactivate`."""
+        self._replaced.append((mod, fn, func))
+
+    def _deactivate(self) -> None:
+        """Turns casts off, and puts back every function that was replaced."""
+        while self._replaced:
+            module, name, function = self._replaced.pop()
+            setattr(module, name, function)
+        if self._casts is None:
+            return
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._caching)
+        self._casts.__exit__(None, None, None)
+        self._casts = self._off = None
+
+
+class NoOpHandle:
+    """The handle of levels that cast no functions."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Returns False."""
+        return False
+
+    def casts_off(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that changes nothing."""
+        return contextlib.nullcontext()
+
+    _disable_casts = casts_off
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Returns the old interface's optimizer, which scales nothing."""
+        from fabricamp.apex.amp.opt import OptimWrapper
+
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yields the loss as it is."""
+        yield loss
+
+    def _clear_cache(self) -> None:
+        """Nothing is kept."""
+
+    def _deactivate(self) -> None:
+        """Nothing was replaced."""

@@ -1,0 +1,57 @@
+"""The old interface's optimizer: ``handle.wrap_optimizer(optimizer, num_loss)``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.apex.amp._amp_state import AmpError
+from fabricamp.apex.amp._process_optimizer import process_optimizer
+from fabricamp.apex.amp.handle import NoOpHandle, backward_pass
+from fabricamp.apex.amp.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from fabricamp.apex.amp.handle import AmpHandle
+
+__all__ = ["OptimWrapper"]
+
+
+class OptimWrapper:
+    """An optimizer with a scale for each of ``num_loss`` losses, which come in the same order in every step."""
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._handle = amp_handle
+        self._scalers = [LossScaler("dynamic") for _ in range(num_loss)]
+        self._next = 0
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yields the scaled loss; at its end the gradients are unscaled."""
+        if isinstance(self._handle, NoOpHandle):
+            yield loss
+            return
+        if self._next == len(self._scalers):
+            raise AmpError(
+                f"scale_loss was called more often than num_loss={len(self._scalers)} since the last step; give "
+                "wrap_optimizer the number of losses"
+            )
+        number, self._next = self._next, self._next + 1
+        scaler = self._scalers[number]
+        scaler.place(loss.device)
+        with backward_pass([process_optimizer(self._optimizer)], scaler, loss, number) as scaled:
+            yield scaled
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps the optimizer, or leaves it out after an overflow."""
+        if closure is not None:
+            raise AmpError("Currently, Amp does not support closure use with optimizers. Call step without it")
+        self._next = 0
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

@@ -1,0 +1,318 @@
+"""apex's LossScaler: the names of one, the state of fabricamp's scaler on the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.apex.amp._amp_state import maybe_print
+from fabricamp.precision import loss_scaler as device_scaler
+from fabricamp.precision.gradients import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["LossScaler", "by_device"]
+
+_FLOOR: Final = 2.0**-14
+"""Where a scale stops falling that was given no minimum: apex's went on to zero, and then divided by it."""
+
+
+class LossScaler:
+    """The scale of one loss, ``"dynamic"`` or a number.
+
+    What apex kept in Python numbers is in device memory here: reading ``loss_scale()`` or ``_unskipped`` waits for the device,
+    training does not.
+
+    >>> scaler = LossScaler("dynamic", init_scale=2.0**8, max_loss_scale=2.0**10)
+    >>> scaler.loss_scale()
+    256.0
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._constant = 1.0 if self.dynamic else float(loss_scale)
+        self._init_scale = min(max_loss_scale, init_scale)
+        self._factor = scale_factor
+        self._window = scale_window
+        self._minimum, self._maximum = min_loss_scale, max_loss_scale
+        self._has_overflow = False
+        self._flag: Tensor | None = None
+        self._applied = 0
+        self._moving: device_scaler.LossScaler | None = None
+        self._open = False
+        self._told: deque[bool] = deque(maxlen=device_scaler.LAG + 1)
+
+    # -- where it is, and what scripts read and set of it ---------------------------------------------------------------------
+
+    def place(self, device: torch.device) -> None:
+        """Moves to ``device``."""
+        if self._moving is None:
+            self.device = device
+        elif device != self.device:
+            self._rebuild(device)
+
+    @property
+    def moving(self) -> device_scaler.LossScaler:
+        """The scaler on the device, of a dynamic scale."""
+        if self._moving is None:
+            self._moving = device_scaler.LossScaler(
+                self.device,
+                initial=self._init_scale,
+                factor=self._factor,
+                window=self._window,
+                minimum=self._minimum or _FLOOR,
+                maximum=self._maximum,
+            )
+        return self._moving
+
+    def _rebuild(self, device: torch.device) -> None:
+        """Another scaler with the options of now and the same state."""
+        state = self.state_dict()
+        self.device, self._moving = device, None
+        self._told.clear()
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns scale and backward passes since it last changed, as apex saves them; waits for the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, or apex's ``amp.state_dict()`` holds of one scaler; a constant scale stays."""
+        if self.dynamic:
+            self._loss_scale = state["loss_scale"]
+        self._unskipped = state["unskipped"]
+
+    def loss_scale(self) -> float:
+        """Returns the scale of now; waits for the device."""
+        return self._loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self.moving.state.scale) if self.dynamic else self._constant
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        if self.dynamic:
+            self.moving.state.scale.fill_(max(min(float(value), self._maximum), self._minimum or _FLOOR))
+        else:
+            self._constant = float(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.moving.state.growth) if self.dynamic else self._applied
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        if self.dynamic:
+            self.moving.state.growth.fill_(int(value))
+        else:
+            self._applied = int(value)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._window
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._window = int(value)
+        self._rebuild(self.device)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self._minimum
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._minimum = value
+        self._rebuild(self.device)
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self._maximum
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._maximum = value
+        self._rebuild(self.device)
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """The flag that ``amp_C``'s functions write and :meth:`update_scale` reads: an int32 in device memory."""
+        if self._flag is None:
+            self._flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+            if self._open:
+                self._flag.copy_(self.moving.state.found_inf)
+        return self._flag
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._flag = value
+
+    # -- a backward pass -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is, and stays, 1."""
+        return not self.dynamic and self._constant == 1.0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Returns ``loss`` times the scale."""
+        if not self.dynamic:
+            return loss * self._constant
+        return loss * self.moving.state.scale.to(loss.device, non_blocking=True)
+
+    @property
+    def multiplier(self) -> Tensor | float:
+        """What gradients are multiplied by, once :meth:`look` has seen them."""
+        return self.moving.state.multiplier if self.dynamic else 1.0 / self._constant
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Finds out, on the device, whether scaled gradients are finite; a constant scale does not ask."""
+        if not self.dynamic:
+            return
+        state = self.moving.state
+        statistics = [
+            ops.gradient_statistics(some, state.scale.to(device)).to(self.device)
+            for device, (some,) in by_device([values_of(gradient) for gradient in gradients])
+        ]
+        whole = torch.cat(statistics) if len(statistics) != 1 else statistics[0]
+        ops.finish(state, whole, scale=state.scale)
+        self._open = True
+        if self._flag is not None:
+            self._flag.copy_(state.found_inf)
+
+    def clear_overflow_state(self) -> None:
+        """Forgets what :meth:`look` saw in a pass that :meth:`close` was not called for."""
+        self._has_overflow = False
+        if self._flag is not None:
+            self._flag.zero_()
+        if self._open:
+            self._open = False
+            self.moving.state.finite.fill_(1)
+            self.moving.state.bad_chunk.fill_(-1)
+
+    def close(self, loss: Tensor | None, *, waits: bool, loss_id: int = 0) -> tuple[bool, bool]:
+        """Ends a backward pass: moves the scale and tells of overflows.
+
+        Returns whether this pass overflowed (False too where nobody knows yet) and whether it cannot go on so.  ``waits``: the
+        host reads what became of this pass; else that of two passes ago.
+        """
+        if not self.dynamic:
+            self._applied += 1
+            return False, False
+        self._open = False
+        verdict = self.moving.close(loss)
+        self._told.append(waits)
+        hopeless = False
+        if verdict is not None:
+            hopeless = verdict.ends_run
+            if not verdict.applied and len(self._told) > device_scaler.LAG and not self._told[0]:
+                self._tell(verdict.scale, loss_id)
+        if not waits:
+            return False, hopeless
+        now = self.moving.pending()[-1]
+        self._has_overflow = not now.applied
+        if self._has_overflow:
+            self._tell(now.scale, loss_id)
+        return self._has_overflow, hopeless or now.ends_run
+
+    @staticmethod
+    def _tell(scale: float, loss_id: int) -> None:
+        maybe_print(
+            f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}", rank0=True
+        )
+
+    # -- apex's own calls ------------------------------------------------------------------------------------------------------
+
+    def update_scale(self) -> bool:
+        """Moves the scale by what ``_overflow_buf`` says, which it waits for; returns whether the step has to be skipped."""
+        if not self.dynamic:
+            self._applied += 1
+            return False
+        self._has_overflow = bool(self._overflow_buf.item())
+        self.moving.state.finite.fill_(int(not self._has_overflow))
+        self._open = False
+        self._told.append(True)
+        self.moving.close(None)
+        return self._has_overflow
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float = 1.0,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Writes ``model_grads`` divided by the scale (or by ``scale_override``) into ``master_grads``, and looks for overflow."""
+        if models_are_masters and self.is_one and scale_override is None:
+            return
+        self.look(model_grads)
+        multiplier = self.multiplier if scale_override is None else 1.0 / scale_override
+        multiply(model_grads, master_grads, multiplier)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Writes ``model_grads`` divided by the scale, plus ``stashed_master_grads``, into ``master_grads``.
+
+        ``scale_override``: the scales of the two that come in, and of what goes out.
+        """
+        self.look(model_grads)
+        alpha, beta = self.multiplier, 1.0
+        if scale_override is not None:
+            incoming, stashed, outgoing = scale_override
+            alpha, beta = outgoing / incoming, outgoing / stashed
+        add(model_grads, stashed_master_grads, master_grads, alpha, beta)
+
+    unscale_python = unscale
+    unscale_with_stashed_python = unscale_with_stashed
+
+
+def by_device(*columns: Sequence[Tensor]) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
+    """Yields the rows of several lists of tensors device by device, as lists again."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(columns[0]):
+        places.setdefault(tensor.device, []).append(place)
+    for device, own in places.items():
+        yield device, [[column[place] for place in own] for column in columns]
+
+
+def multiply(sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float) -> None:
+    """Writes ``sources * multiplier`` into ``destinations``, whatever devices they are on."""
+    for device, (some, into) in by_device(sources, destinations):
+        ops.scale(some, into, _on(multiplier, device))
+
+
+def add(
+    sources: Sequence[Tensor],
+    others: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    alpha: Tensor | float,
+    beta: float = 1.0,
+) -> None:
+    """Writes ``alpha * sources + beta * others`` into ``destinations``, whatever devices they are on."""
+    for device, (some, more, into) in by_device(sources, others, destinations):
+        ops.axpby(_on(alpha, device), some, beta, more, into)
+
+
+def _on(value: Tensor | float, device: torch.device) -> Tensor | float:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

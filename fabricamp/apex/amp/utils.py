@@ -1,0 +1,52 @@
+"""Casts of single values: helpers that apex offered scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fabricamp.precision.casting import cast_tensors
+
+__all__ = ["casted_args", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "type_string"]
+
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def is_nested(x: Any) -> bool:
+    """Returns whether ``x`` is a list or tuple."""
+    return isinstance(x, (list, tuple))
+
+
+def is_fp_tensor(x: Any) -> bool:
+    """Returns whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
+    if is_nested(x):
+        return all(is_fp_tensor(one) for one in x)
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def type_string(x: torch.Tensor) -> str:
+    """Returns the name of the tensor's type, such as ``HalfTensor``."""
+    return x.type().rpartition(".")[-1]
+
+
+def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
+    """Returns ``x`` with its tensors, nested ones too, in fp16; fp64 stays."""
+    return _cast(x, torch.float16)
+
+
+def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
+    """Returns ``x`` with its half tensors, nested ones too, in fp32; fp64 stays."""
+    return _cast(x, torch.float32)
+
+
+def casted_args(cast_fn: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns ``args`` with ``cast_fn`` applied to what is floating; ``kwargs`` are changed in place."""
+    for key, value in kwargs.items():
+        if is_fp_tensor(value):
+            kwargs[key] = cast_fn(value)
+    return [cast_fn(one) if is_fp_tensor(one) else one for one in args]
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return cast_tensors(x, lambda tensor: tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor, None)

@@ -1,0 +1,5 @@
+"""The parts of apex.contrib that scripts still use."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,13 @@
+"""``focal_loss`` where apex had it."""
+
+from __future__ import annotations
+
+from fabricamp.ops import focal_loss
+
+__all__ = ["FocalLoss", "focal_loss"]
+
+
+class FocalLoss:
+    """``FocalLoss.apply(...)``, with the arguments of :func:`focal_loss`."""
+
+    apply = staticmethod(focal_loss)

@@ -1,0 +1,37 @@
+"""apex's NHWC BatchNorm, through SyncBatchNorm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["BatchNorm2d_NHWC"]
+
+
+class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  # apex's name
+    """BatchNorm of (N, H, W, C) over groups of ``bn_group`` ranks; a call's ``z`` is added, ``fuse_relu`` cuts at 0.
+
+    ``max_cta_per_sm``, ``cta_launch_margin`` and ``multi_stream`` play no role.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        fuse_relu: bool = False,
+        bn_group: int = 1,
+        max_cta_per_sm: int = 2,
+        cta_launch_margin: int = 12,
+        multi_stream: bool = False,
+    ) -> None:
+        super().__init__(num_features, process_group=_group_of(bn_group), channel_last=True, fuse_relu=fuse_relu)
+
+
+def _group_of(size: int) -> ProcessGroup | None:
+    """This rank's group among those of ``size`` ranks; without a process group a rank is alone anyway."""
+    return create_syncbn_process_group(size) if dist.is_initialized() else None

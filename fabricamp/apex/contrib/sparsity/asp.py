@@ -1,0 +1,194 @@
+"""Automatic sparsity: masks in the model's buffers, applied around every step of the optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fabricamp.apex.contrib.sparsity.sparse_masklib import create_mask
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
+
+__all__ = ["ASP"]
+
+_KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+_ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight")
+
+
+class _Sparse(NamedTuple):
+    """A parameter that is pruned; ``pruned`` keeps what the mask took away, for :meth:`ASP.restore_pruned_weights`."""
+
+    name: str
+    parameter: nn.Parameter
+    mask: Tensor
+    pruned: Tensor | None
+
+
+class ASP:
+    """Prunes a trained model to two zeros in four, and keeps it so while it is trained on; one model a process.
+
+    ``ASP.prune_trained_model(model, optimizer)`` does all of it.  Weights of linear and convolutional layers take part whose output
+    channels are a multiple of 8 and input channels of 16, as sparse tensor cores need.  Channels are not permuted.  The masks are
+    buffers of the layers, so that a checkpoint has them.
+    """
+
+    _sparse: ClassVar[list[_Sparse] | None] = None
+    _calculate: ClassVar[Callable[[Tensor], Tensor]] = create_mask
+    _verbosity: ClassVar[int] = 0
+    _handles: ClassVar[list[Any]] = []
+
+    @classmethod
+    def init_model_for_pruning(
+        cls,
+        model: nn.Module,
+        mask_calculator: str | Callable[[Tensor], Tensor] = "m4n2_1d",
+        verbosity: int = 3,
+        whitelist: Sequence[type[nn.Module]] = _KINDS,
+        allowed_layer_names: Sequence[str] | None = None,
+        disallowed_layer_names: Sequence[str] = (),
+        allow_recompute_mask: bool = False,
+        custom_layer_dict: dict[type[nn.Module], list[str]] | None = None,
+        allow_permutation: bool = True,
+    ) -> None:
+        """Gives the layers of ``model`` masks, all ones so far.
+
+        ``mask_calculator`` is a pattern or a function from a weight to its mask; ``custom_layer_dict`` names the weights of other
+        kinds of layers.  ``allow_permutation`` plays no role.
+        """
+        if cls._sparse is not None:
+            raise ConfigError("ASP has a model already; it prunes one model a process")
+        cls._verbosity = verbosity
+        cls._calculate = (
+            (lambda weight: create_mask(weight, mask_calculator))
+            if isinstance(mask_calculator, str)
+            else mask_calculator
+        )
+        custom = custom_layer_dict or {}
+        kinds = (*whitelist, *custom)
+        cls._sparse = []
+        for name, layer in list(model.named_modules()):
+            allowed = allowed_layer_names is None or name in allowed_layer_names
+            if isinstance(layer, kinds) and allowed and name not in disallowed_layer_names:
+                weights = custom.get(
+                    type(layer), _ATTENTION if isinstance(layer, nn.MultiheadAttention) else ["weight"]
+                )
+                cls._sparse += cls._of_layer(name, layer, weights, keeps=allow_recompute_mask)
+
+    @classmethod
+    def _of_layer(cls, name: str, layer: nn.Module, weights: Sequence[str], *, keeps: bool) -> list[_Sparse]:
+        found = []
+        for weight in weights:
+            parameter = getattr(layer, weight, None)
+            if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+                continue
+            if parameter.dim() < 2 or parameter.shape[0] % 8 or parameter.shape[1] % 16:
+                cls._say(f"[ASP] {name}.{weight} of shape {tuple(parameter.shape)} is left dense", 1)
+                continue
+            layer.register_buffer(f"__{weight}_mma_mask", torch.ones_like(parameter))
+            pruned = None
+            if keeps:
+                layer.register_buffer(f"__{weight}_mma_pruned_p", torch.zeros_like(parameter, device="cpu"))
+                pruned = getattr(layer, f"__{weight}_mma_pruned_p")
+            found.append(_Sparse(f"{name}.{weight}", parameter, getattr(layer, f"__{weight}_mma_mask"), pruned))
+        return found
+
+    @classmethod
+    def already_init_asp_model(cls) -> bool:
+        """Returns whether a model has masks."""
+        return cls._sparse is not None
+
+    @classmethod
+    def init_optimizer_for_pruning(cls, optimizer: Optimizer) -> None:
+        """Makes every step mask the gradients before it and the weights behind it; to be called once."""
+        cls._of_model("init_optimizer_for_pruning")
+        if cls._handles:
+            raise ConfigError("ASP has an optimizer already; it masks the steps of one")
+        cls._handles.append(optimizer.register_step_pre_hook(lambda *_: cls._mask_gradients()))
+        cls._handles.append(optimizer.register_step_post_hook(lambda *_: cls._mask_weights()))
+
+    @classmethod
+    @torch.no_grad()
+    def _mask_gradients(cls) -> None:
+        for one in cls._sparse or ():
+            if one.parameter.grad is not None:
+                one.parameter.grad.mul_(one.mask)
+
+    @classmethod
+    @torch.no_grad()
+    def _mask_weights(cls) -> None:
+        for one in cls._sparse or ():
+            one.parameter.mul_(one.mask)
+
+    @classmethod
+    @torch.no_grad()
+    def compute_sparse_masks(cls) -> None:
+        """Computes the masks from the weights as they are, and sets what they leave out to 0."""
+        for one in cls._of_model("compute_sparse_masks"):
+            if one.pruned is not None:
+                one.parameter.add_(one.pruned.to(one.parameter))
+            one.mask.copy_(cls._calculate(one.parameter))
+            if one.pruned is not None:
+                one.pruned.copy_(one.parameter * (1 - one.mask))
+            one.parameter.mul_(one.mask)
+            share = 100.0 * one.mask.mean(dtype=torch.float32).item()
+            cls._say(f"[ASP] {one.name} of shape {tuple(one.parameter.shape)} keeps {share:.0f} % of its weights", 2)
+
+    @classmethod
+    @torch.no_grad()
+    def restore_pruned_weights(cls) -> None:
+        """Makes the model dense again, with the weights that the masks took away; needs ``allow_recompute_mask=True``."""
+        for one in cls._of_model("restore_pruned_weights"):
+            if one.pruned is None:
+                raise ConfigError(
+                    "ASP.restore_pruned_weights has kept nothing; give init_model_for_pruning(allow_recompute_mask=True)"
+                )
+            one.mask.fill_(1)
+            one.parameter.add_(one.pruned.to(one.parameter))
+            one.pruned.zero_()
+
+    @classmethod
+    def is_sparsity_enabled(cls) -> bool:
+        """Returns whether every mask leaves out half of its weights; False where they are all ones."""
+        shares = [one.mask.mean(dtype=torch.float32).item() for one in cls._of_model("is_sparsity_enabled")]
+        dense, half = [share == 1.0 for share in shares], [share == 0.5 for share in shares]
+        if not all(dense) and not all(half):
+            raise ConfigError(
+                "some of the model's masks are all ones and others are not; load a checkpoint with masks whole"
+            )
+        return bool(shares) and all(half)
+
+    @classmethod
+    def prune_trained_model(cls, model: nn.Module, optimizer: Optimizer) -> None:
+        """Prunes ``model`` by its weights as they are, and keeps it so in every step of ``optimizer``."""
+        cls.init_model_for_pruning(model, verbosity=2, allow_recompute_mask=False)
+        cls.init_optimizer_for_pruning(optimizer)
+        cls.compute_sparse_masks()
+
+    @classmethod
+    def set_permutation_saving_params(cls, *args: Any, **options: Any) -> None:
+        """Does nothing: channels are not permuted."""
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forgets model and optimizer, so that another model can be pruned; the masks stay buffers of the first one."""
+        for handle in cls._handles:
+            handle.remove()
+        cls._handles = []
+        cls._sparse = None
+
+    @classmethod
+    def _of_model(cls, name: str) -> list[_Sparse]:
+        if cls._sparse is None:
+            raise ConfigError(f"ASP.{name} needs a model; call ASP.init_model_for_pruning(model) first")
+        return cls._sparse
+
+    @classmethod
+    def _say(cls, line: str, verbosity: int) -> None:
+        if cls._verbosity >= verbosity:
+            print(line)

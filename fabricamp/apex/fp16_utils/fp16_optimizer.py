@@ -1,0 +1,263 @@
+"""apex's FP16_Optimizer: masters and a loss scale around any optimizer of a half model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricamp import ops
+from fabricamp.apex.fp16_utils.fp16util import clip_grad_norm
+from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.precision.blame import Blame
+from fabricamp.precision.gradients import Binding, pair
+from fabricamp.precision.master_weights import MasterWeights, round_to
+from fabricamp.strategies.base import IN_PLACE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["FP16_Optimizer"]
+
+
+class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
+    """``init_optimizer`` over fp32 masters of the half weights that it was built with; call ``backward(loss)`` on this.
+
+    ``dynamic_loss_scale`` with ``dynamic_loss_args`` (those of :class:`DynamicLossScaler`), or ``static_loss_scale``.  The host
+    reads whether gradients overflowed.  It is an ``Optimizer`` for schedulers.
+
+    >>> model = torch.nn.Linear(2, 1).half()
+    >>> optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=128.0, verbose=False)
+    >>> optimizer.zero_grad(); optimizer.backward(model(torch.ones(1, 2).half()).sum()); optimizer.step()
+    """
+
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
+        super().__setstate__({"optimizer": init_optimizer})
+        self.verbose = verbose
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.loss_scaler: LossScaler = (
+            DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
+        )
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+        self._masters = MasterWeights()
+        self._convert([one for group in init_optimizer.param_groups for one in group["params"]])
+        self._binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
+
+    def _convert(self, parameters: list[Tensor]) -> None:
+        """Takes note of the fp32 values of half ``parameters``."""
+        for one in parameters:
+            if one.dtype in (torch.float16, torch.bfloat16):
+                self._masters.convert([one], one.dtype)
+
+    def maybe_print(self, msg: str) -> None:
+        """Prints ``msg`` where ``verbose`` is set."""
+        if self.verbose:
+            print(msg)  # where apex's messages go
+
+    # -- apex's lists ----------------------------------------------------------------------------------------------------------
+
+    def _grouped(self, of: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
+        self._binding.refresh()
+        holders = {
+            id(target): holder for holder, target in zip(self._binding.holders, self._binding.targets, strict=True)
+        }
+        return [
+            [chosen for one in group["params"] if (chosen := of(holders[id(one)], one)) is not None]
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half weights of each group."""
+        return self._grouped(lambda holder, target: holder if holder is not target else None)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of each group."""
+        return self._grouped(lambda holder, target: target if holder is not target else None)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The fp32 weights of each group."""
+        return self._grouped(lambda holder, target: holder if holder is target else None)
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803  # apex's name
+        """Zeroes the gradients, or forgets them; masters forget theirs."""
+        for holder, target in zip(self._binding.holders, self._binding.targets, strict=True):
+            if holder is not target:
+                target.grad = None
+            if holder.grad is None or set_grads_to_None:
+                holder.grad = None
+            else:
+                holder.grad.detach_().zero_()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Runs backward on the scaled loss; then :meth:`update_master_grads` unless told not to."""
+        self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Writes unscaled gradients into ``.grad`` of the masters, and looks for overflow."""
+        gathered = self._binding.gather(IN_PLACE)
+        if self.dynamic_loss_scale:
+            self.overflow = self.loss_scaler.has_overflow([one.holder for one in gathered])
+            if self.overflow:
+                return
+        pairs = [pair(one) for one in gathered]
+        for place in {source.device for source, _ in pairs}:
+            here = [one for one in pairs if one[0].device == place]
+            ops.scale([source for source, _ in here], [to for _, to in here], 1.0 / self.loss_scale)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Limits the norm of the masters' gradients; returns what it was, -1 after an overflow."""
+        if self.overflow:
+            return -1
+        return clip_grad_norm([one for group in self.param_groups for one in group["params"]], max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, or leaves the step out after an overflow; ``closure`` runs forward and ``backward(loss)`` of this object."""
+        scale = self.loss_scaler.loss_scale
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self._tell(scale)
+            return None
+        result = self.optimizer.step() if closure is None else self._step_with(closure)
+        self._master_params_to_model_params()
+        return result
+
+    def _tell(self, scale: float) -> None:
+        self.maybe_print(
+            f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {self.loss_scaler.loss_scale}"
+        )
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            if not self.first_closure_call_this_step:
+                self._master_params_to_model_params()
+            self.first_closure_call_this_step = False
+            with torch.enable_grad():
+                loss = closure()
+                while self.overflow:
+                    scale = self.loss_scaler.loss_scale
+                    if scale <= 1:
+                        raise ConfigError(
+                            "gradients are not finite at a loss scale of 1; look at the loss and the learning rate"
+                        )
+                    self.loss_scaler.update_scale(self.overflow)
+                    self._tell(scale)
+                    loss = closure()
+            return loss
+
+        result = self.optimizer.step(run)
+        self.first_closure_call_this_step = True
+        return result
+
+    def _master_params_to_model_params(self) -> None:
+        self._binding.refresh()
+        round_to([target for _, target in self._binding.apart], [holder for holder, _ in self._binding.apart])
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Returns the masters' gradients, group by group; None after an overflow."""
+        if self.overflow:
+            self.maybe_print(
+                "The gradients overflowed and were not copied to the masters; there is nothing to inspect."
+            )
+            return None
+        return [[one.grad for one in group["params"]] for group in self.param_groups]
+
+    # -- state -----------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns scale, masters and the optimizer's state: tensors, numbers, strings, lists and dicts."""
+        return {
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[one.detach() for one in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, or apex's, which holds the scaler as an object."""
+        saved = state_dict["loss_scaler"]
+        self.loss_scaler = DynamicLossScaler() if state_dict["dynamic_loss_scale"] else LossScaler()
+        vars(self.loss_scaler).update(saved if isinstance(saved, dict) else vars(saved))
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        own, given = self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"]
+        if [len(group) for group in own] != [len(group) for group in given]:
+            raise CheckpointError(
+                f"the file has masters of groups with {[len(group) for group in given]} half weights, this optimizer has "
+                f"{[len(group) for group in own]}; build model and optimizer as they were"
+            )
+        for group, values in zip(own, given, strict=True):
+            for master, value in zip(group, values, strict=True):
+                master.copy_(value)
+        self._master_params_to_model_params()
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be saved through state_dict(), not pickled")
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be loaded through load_state_dict(), not unpickled")
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the optimizer inside, with masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]  # never set here
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with masters for half ones."""
+        self.optimizer.add_param_group(param_group)
+        self._convert(self.optimizer.param_groups[-1]["params"])
+        self._binding.refresh()

@@ -1,0 +1,142 @@
+"""Half models, and masters in lists of a script's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.precision.casting import cast_floating, own_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+clip_grad_norm = torch.nn.utils.clip_grad_norm_
+
+
+class tofp16(nn.Module):  # noqa: N801  # apex's name
+    """Brings its input to fp16."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Returns ``value`` in fp16."""
+        return value.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # apex's name
+    """Brings every BatchNorm with weights in ``module`` to fp32, in place; returns ``module``."""
+    for one in module.modules():
+        if isinstance(one, _BatchNorm) and one.affine:
+            one.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Returns ``network`` in fp16, its BatchNorms in fp32, behind a cast of its input."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Brings the floating parameters (with gradients) and buffers of ``module`` itself to ``dtype``."""
+    for tensor in own_tensors(module):
+        if not tensor.is_floating_point():
+            continue
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = tensor.data.to(dtype)
+        tensor.grad = None if gradient is None else gradient.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Brings ``network`` to ``dtype`` in place, except BatchNorms with weights; returns it."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """``network`` in fp16, BatchNorms in fp32, whose positional inputs are cast."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.half)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the network on ``inputs`` in fp16."""
+        return self.network(*cast_floating(inputs, torch.float16))
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters that are trained, and fp32 masters of them; with ``flat_master`` one for all."""
+    model_params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not flat_master:
+        masters: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in model_params]
+        return model_params, masters
+    if len({parameter.dtype for parameter in model_params}) > 1:
+        raise ConfigError(
+            "flat_master=True needs parameters of one dtype; use model.half() without fp32 BatchNorms, or flat_master=False"
+        )
+    flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in model_params]).float())
+    flat.grad = torch.zeros_like(flat)
+    return model_params, [flat]
+
+
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copies the gradients of a model to its masters, in their dtype."""
+    if flat_master:
+        gradient = master_params[0].grad
+        assert gradient is not None
+        gradient.copy_(torch.cat([_gradient(parameter).reshape(-1) for parameter in model_params]))
+        return
+    given = []
+    for model, master in zip(model_params, master_params, strict=True):
+        if model.grad is None:
+            master.grad = None
+            continue
+        master.grad = torch.empty_like(master) if master.grad is None else master.grad
+        given.append((model.grad, master.grad))
+    ops.copy_cast([source for source, _ in given], [destination for _, destination in given])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Rounds masters into the parameters of their model."""
+    masters = [master.detach() for master in master_params]
+    if flat_master:
+        pieces = masters[0].split([parameter.numel() for parameter in model_params])
+        masters = [piece.view_as(parameter) for piece, parameter in zip(pieces, model_params, strict=True)]
+    ops.copy_cast(masters, [parameter.detach() for parameter in model_params])
+
+
+def to_python_float(t: Any) -> float:
+    """Returns the number in ``t``, a tensor of one or a sequence; waits for the device."""
+    number: float = t.item() if hasattr(t, "item") else t[0]
+    return number

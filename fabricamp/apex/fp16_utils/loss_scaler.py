@@ -1,0 +1,86 @@
+"""Loss scales in Python numbers, for scripts that ask and update them by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.precision.gradients import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["DynamicLossScaler", "LossScaler"]
+
+
+class LossScaler:
+    """A scale that stays."""
+
+    def __init__(self, scale: float = 1) -> None:
+        self.cur_scale = scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Returns False: nobody asks."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Changes nothing."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        """Returns ``grad_in`` times the scale: a backward hook."""
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Runs backward on the scaled loss."""
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """A scale that halves at an overflow, not below 1, and doubles after ``scale_window`` passes without one.
+
+    >>> scaler = DynamicLossScaler(init_scale=4.0, scale_window=2)
+    >>> for overflow in (True, False, False):
+    ...     scaler.update_scale(overflow)
+    >>> scaler.loss_scale
+    4.0
+    """
+
+    def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        super().__init__(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Returns whether a gradient of ``params`` is not finite; the host waits once a device."""
+        gradients = [values_of(one.grad) for one in params if one.grad is not None]
+        return any(
+            self._has_inf_or_nan(*(one for one in gradients if one.device == place)) for place in _places(gradients)
+        )
+
+    @staticmethod
+    def _has_inf_or_nan(*tensors: Tensor) -> bool:
+        one = torch.ones((), device=tensors[0].device)
+        return not bool(torch.isfinite(ops.gradient_statistics(tensors, one).sum()))
+
+    def update_scale(self, overflow: bool) -> None:
+        """Moves the scale by what became of a pass."""
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
+
+
+def _places(tensors: list[Tensor]) -> set[torch.device]:
+    return {one.device for one in tensors}

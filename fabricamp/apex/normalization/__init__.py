@@ -1,0 +1,12 @@
+"""apex's LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+from fabricamp.apex.normalization.fused_layer_norm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+)
+
+__all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]

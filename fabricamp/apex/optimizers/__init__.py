@@ -1,0 +1,12 @@
+"""apex's fused optimizers: fabricamp's, with apex's layout of state besides and the attributes that scripts read."""
+
+from __future__ import annotations
+
+from fabricamp.apex.optimizers.fused_adagrad import FusedAdagrad
+from fabricamp.apex.optimizers.fused_adam import FusedAdam
+from fabricamp.apex.optimizers.fused_lamb import FusedLAMB
+from fabricamp.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from fabricamp.apex.optimizers.fused_novograd import FusedNovoGrad
+from fabricamp.apex.optimizers.fused_sgd import FusedSGD
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]

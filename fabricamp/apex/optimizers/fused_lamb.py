@@ -1,0 +1,28 @@
+"""apex's FusedLAMB."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp import optimizers
+from fabricamp.apex._extensions import amp_C
+from fabricamp.apex.optimizers._layout import StepInGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(StepInGroup, optimizers.FusedLAMB):
+    """:class:`fabricamp.optimizers.FusedLAMB` with apex's layout."""
+
+    @property
+    def multi_tensor_l2norm(self) -> Callable[..., object]:
+        """The function of ``amp_C`` for the norm of all gradients."""
+        return amp_C.multi_tensor_l2norm
+
+    @property
+    def multi_tensor_lamb(self) -> Callable[..., None]:
+        """The function of ``amp_C`` for this rule."""
+        return amp_C.multi_tensor_lamb

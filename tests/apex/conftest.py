@@ -1,0 +1,39 @@
+import argparse
+import contextlib
+import os
+import sys
+
+import pytest
+
+from tests.cuda_on_cpu.compiler import kernel_device
+
+__all__ = ["kernel_device"]
+
+
+@pytest.fixture
+def as_found():
+    """Puts modules, path, command line, environment and argparse back as they were before an `install`."""
+    with kept():
+        yield
+
+
+@contextlib.contextmanager
+def kept():
+    modules, path, argv, environment = dict(sys.modules), list(sys.path), list(sys.argv), dict(os.environ)
+    parse = argparse.ArgumentParser.parse_known_args
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name not in modules]:
+            # What torch and fabricamp have imported stays: a second copy of a class would not be the first one.
+            if name.split(".")[0] in NAMES:
+                del sys.modules[name]
+        sys.path[:], sys.argv[:] = path, argv
+        argparse.ArgumentParser.parse_known_args = parse
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+NAMES = {"apex", "amp_C", "apex_C", "syncbn", "fused_layer_norm_cuda", "xentropy_cuda", "mlp_cuda"}

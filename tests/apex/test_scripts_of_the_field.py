@@ -1,0 +1,187 @@
+"""Scripts that were written for apex, run as they are: on GPUs, and on CPU with the device and the backend exchanged."""
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fabricamp.apex
+from tests.apex.conftest import kept
+from tests.apex.field import cpu_twin, free_port, import_what_scripts_do, losses, run_script, run_scripts
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+STRINGS = {  # of the ImageNet example, for each level
+    "O0": ["--loss-scale", "1.0"],
+    "O1": ["--loss-scale", "dynamic"],
+    "O2": ["--keep-batchnorm-fp32", "True", "--loss-scale", "128.0", "--channels-last", "True"],
+    "O3": ["--keep-batchnorm-fp32", "False"],
+}
+ALONE = ["dcgan", "two_encoders", "readme_checkpoint"]
+TOGETHER = ["imagenet", "simple_distributed", "torch_wrapper", "readme_training", "sample_code", "pytorch_note"]
+WITHOUT_LEVEL = ["sample_twice", "parallel_computing"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    with kept():
+        fabricamp.apex.install()
+        import_what_scripts_do()
+        yield
+
+
+def arguments(name, level):
+    if name in WITHOUT_LEVEL:
+        return ()
+    if name == "imagenet":
+        return ("--sync_bn", "--lr", "2", "--epochs", "3", "--opt-level", level, *STRINGS[level])
+    return ("--opt_level", level)
+
+
+def check(name, printed):
+    """Each rank's losses are numbers and become smaller, and all ranks end with the same weights."""
+    for text in printed:
+        found = losses(text)
+        assert len(found) >= 6
+        assert all(map(math.isfinite, found))
+        quarter = len(found) // 4
+        if name != "dcgan":  # where two models play against each other
+            assert sum(found[-quarter:]) < sum(found[:quarter])
+    assert len({tuple(re.findall(r"^weights \[.*", text, re.MULTILINE)) for text in printed}) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ALONE)
+def test_on_one_process(tmp_path, name, level):
+    ((printed,),) = run_script(name, tmp_path, arguments(name, level))
+    check(name, [printed])
+    if name == "dcgan":
+        assert "scalers 3" in printed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_on_two_processes(tmp_path, name, level):
+    printed = run_script(name, tmp_path, arguments(name, level), ranks=2)
+    check(name, [text for (text,) in printed])
+
+
+@pytest.mark.parametrize("name", WITHOUT_LEVEL)
+def test_without_a_level_on_two_processes(tmp_path, name):
+    check(name, [text for (text,) in run_script(name, tmp_path, (), ranks=2)])
+
+
+def test_an_optimizer_built_after_initialize_is_taken_with_a_line(tmp_path):
+    printed = run_script("parallel_computing", tmp_path, (), ranks=2)
+    assert [text.count("built after amp.initialize") for (text,) in printed] == [1, 0]
+
+
+def test_the_readmes_checkpoint_goes_on_with_the_same_bits(tmp_path):
+    for level in LEVELS:
+        ((printed,),) = run_script("readme_checkpoint", tmp_path, ("--opt_level", level))
+        steps = re.findall(r"step 1\d Loss .*", printed)
+        assert len(steps) == 10
+        assert steps[:5] == steps[5:]
+
+
+def test_the_imagenet_example_resumes(tmp_path):
+    file = str(tmp_path / "checkpoint.pt")
+    common = arguments("imagenet", "O2")
+    straight = run_script("imagenet", tmp_path, (*common, "--epochs", "3"), ranks=2)
+    run_script("imagenet", tmp_path, (*common, "--epochs", "2", "--save", file), ranks=2)
+    resumed = run_script("imagenet", tmp_path, (*common, "--epochs", "3", "--resume", file), ranks=2)
+    for (whole,), (rest,) in zip(straight, resumed, strict=True):
+        found, expected = losses(rest), losses(whole)[-len(losses(rest)) :]
+        assert len(found) == 4
+        # Rank 0 saved its running statistics; the weights are those of fp32 files, rounded to half again.
+        assert found == pytest.approx(expected, rel=2e-3)
+
+
+def same_bits(one, other):
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            same_bits(value, other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            same_bits(*pair)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def resumes(tmp_path, kind, level, **options):
+    files = [str(tmp_path / name) for name in ("straight.pt", "resumed.pt")]
+    common = ("--opt_level", level, "--optimizer", kind, "--steps")
+    runs = [(*common, "20", "--checkpoint", files[0]), *[(*common, "10", "--checkpoint", files[1])] * 2]
+    # Each in a process of its own.
+    straight, *halves = [run_script("save_and_restore", tmp_path, run, **options)[0][0] for run in runs]
+    steps = [re.findall("step .*", text) for text in (straight, *halves)]
+    assert len(steps[0]) == 20
+    assert steps[0] == steps[1] + steps[2]
+    same_bits(*[torch.load(file, map_location="cpu") for file in files])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "FusedAdam", "FusedLAMB"])
+def test_a_restored_run_has_the_bits_of_one_that_never_stopped(tmp_path, kind, level):
+    resumes(tmp_path, kind, level)
+
+
+def test_torchs_launcher_starts_it(tmp_path):
+    (tmp_path / "main.py").write_text(cpu_twin("parallel_computing"))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.launch",
+        "--nproc_per_node=2",
+        "--master_port",
+        str(free_port()),
+    ]
+    command += ["-m", "fabricamp.apex", "main.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"weights (\[.*?\])", done.stdout)  # two processes write: lines may run together
+    assert len(weights) == 2
+    assert len(set(weights)) == 1
+
+
+# -- on GPUs: many in one process, since starting one costs more than training in it ---------------------------------------------
+
+
+def all_of(names):
+    return [
+        (name, arguments(name, level)) for name in names for level in LEVELS if level == "O0" or arguments(name, level)
+    ]
+
+
+def together(tmp_path, names, **options):
+    jobs = all_of(names)
+    printed = run_scripts(tmp_path, jobs, **options)
+    for (name, _), texts in zip(jobs, zip(*printed, strict=True), strict=True):
+        check(name, texts)
+
+
+def test_one_after_the_other_in_the_same_processes(tmp_path):
+    together(tmp_path, ["sample_code", "two_encoders", "sample_twice"], ranks=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [ALONE, TOGETHER[:3], TOGETHER[3:], WITHOUT_LEVEL], ids=" ".join)
+def test_as_they_are_on_one_gpu(tmp_path, names):
+    together(tmp_path, names, gpu=True)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("names", [TOGETHER[:3], [*TOGETHER[3:], *WITHOUT_LEVEL]], ids=" ".join)
+def test_as_they_are_on_two_gpus(tmp_path, names):
+    together(tmp_path, names, gpu=True, ranks=2)
+
+
+@pytest.mark.gpu
+def test_a_restored_run_has_the_same_bits_on_a_gpu(tmp_path):
+    resumes(tmp_path, "FusedAdam", "O2", gpu=True)
