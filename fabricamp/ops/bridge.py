@@ -31,6 +31,7 @@ __all__ = [
 
 KERNELS: Final = Path(__file__).parent / "kernels"
 _MOST_CALLS: Final = 256
+_INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES: Final = {
     torch.float32: "float",
     torch.float64: "double",
@@ -134,7 +135,15 @@ def _with_cupy(text: str, function: str, device: torch.device) -> Function:
     pointer, launch = compiled.ptr, driver.launchKernel
 
     def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
-        launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+        try:
+            launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+        except driver.CUDADriverError as error:
+            if error.status != _INVALID_CONTEXT:
+                raise
+            # This thread, one of autograd's maybe, meets the device for the first time: the runtime binds the context to it.
+            cupy.cuda.runtime.setDevice(device.index)
+            cupy.cuda.runtime.memGetInfo()
+            launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
 
     run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
     return run

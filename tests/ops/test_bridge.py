@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,14 @@ def test_launches_are_laid_out_once_and_not_kept_forever(monkeypatch):
     assert len(kernel._calls) <= 4
     kernel(0, 32, one)
     assert len(calls) == 23
+
+
+@pytest.mark.gpu
+def test_a_thread_may_launch_before_it_has_met_the_device():
+    device = torch.device("cuda", torch.cuda.current_device())
+    text = 'extern "C" __global__ void fill(float* out) { out[threadIdx.x] = 3; }'
+    fill, out = bridge.Kernel(bridge.COMPILERS["cuda"](text, "fill", device), device), torch.zeros(8, device=device)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fill, 1, 8, out).result()
+    torch.cuda.synchronize()
+    assert out.tolist() == [3.0] * 8
