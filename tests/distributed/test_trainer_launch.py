@@ -19,7 +19,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 SCRIPT = """
 import json, sys
-print("start", flush=True)
+print("start\\n", end="", flush=True)  # in one piece: several processes write
 from fabricamp import Trainer, TrainingModule
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from tests.small import Classifier, loader
