@@ -67,18 +67,97 @@ def optimizers(result):
 
 
 def cross_entropy(result):
-    names = {"forward_ms": "{:.3f}", "backward_ms": "{:.3f}", "both_ms": "{:.3f}", "wall_ms": "{:.3f}"}
-    names |= {"share_of_copy": "{:.0%}", "peak": "{:.2f}"}
+    forms = {"forward_ms": "{:.3f}", "backward_ms": "{:.3f}", "both_ms": "{:.3f}", "wall_ms": "{:.3f}"}
+    forms |= {"share_of_copy": "{:.0%}", "peak": "{:.2f}"}
+    of_torch = {row["shape"]: row for row in result["rows"] if row["row"] == "torch"}
     rows = [
-        [row["shape"], row["row"], *[form.format(row[name]) for name, form in names.items()]] for row in result["rows"]
+        [
+            row["shape"],
+            row["row"],
+            *[form.format(row[name]) for name, form in forms.items()],
+            f"{of_torch[row['shape']]['both_ms'] / row['both_ms']:.2f}x",
+        ]
+        for row in result["rows"]
     ]
-    head = ["rows x classes", "by", "forward ms", "backward ms", "both ms", "wall ms", "share of copy", "peak"]
+    head = ["rows x classes", "by", "forward ms", "backward ms", "both ms", "wall ms", "share of copy", "peak", "speed"]
     about = (
         f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. Forward, backward and both are GPU\n"
         "ms; the share is of three passes over the logits; the peak counts the logits and all that is made of them, in multiples\n"
-        "of the logits."
+        "of the logits; the speed is torch's GPU time for both over this row's."
     )
-    return f"## Cross-entropy on {result['device']}\n\n{about}\n\n{table(head, rows)}"
+    parts = [f"## Cross-entropy on {result['device']}", about, *goals_of_cross_entropy(result["rows"], of_torch)]
+    return "\n\n".join([*parts, table(head, rows)])
+
+
+def goals_of_cross_entropy(rows, of_torch):
+    """The goals are about one shape, which a run may have left out."""
+    shape = "8192x50304 bfloat16"
+    ours = [row for row in rows if row["shape"] == shape and row["row"] == "ours"]
+    if not ours:
+        return []
+    found = [
+        ["torch's GPU time over ours", "at least 2.00", f"{of_torch[shape]['both_ms'] / ours[0]['both_ms']:.2f}"],
+        ["our peak over torch's", "at most 0.50", f"{ours[0]['peak'] / of_torch[shape]['peak']:.2f}"],
+    ]
+    return [table([shape, "goal", "found"], found)]
+
+
+NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "cross_entropy": "Cross-entropy"}
+
+
+def norms(result):
+    about = (
+        f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. GPU ms, and the share of that speed\n"
+        "for the bytes that have to move; the gain is torch's time for both over the kernel's; torch.compile was measured for\n"
+        "models' shapes. The last column is what the package's table chooses there."
+    )
+    measured = [by_way(result["rows"], place) for place, row in enumerate(result["rows"]) if row["way"] == "forward"]
+    parts = [f"## Norms and cross-entropy on {result['device']}", about, goals_of_norms(measured)]
+    ways = ("forward", "backward", "both")
+    for op, title in NORMS.items():
+        rows = [
+            [
+                f"{shape['both']['rows']} x {shape['both']['width']}",
+                shape["both"]["dtype"],
+                *[time_and_share(shape[way], who) for who in ("ours", "torch") for way in ways],
+                time_and_share(shape["both"], "compiled"),
+                f"{shape['both']['times_torch']:.2f}x",
+                shape["both"]["runs"],
+            ]
+            for shape in measured
+            if shape["both"]["op"] == op
+        ]
+        columns = [f"{who}: {way}" for who in ("kernel", "torch") for way in ways]
+        head = [f"{title}, rows x width", "dtype", *columns, "compiled: both", "gain", "runs"]
+        parts += [table(head, rows)] if rows else []
+    return "\n\n".join(parts)
+
+
+def by_way(rows, place):
+    """The three rows of one shape, which stand together; a shape may have been measured twice."""
+    return {row["way"]: row for row in rows[place : place + 3]}
+
+
+def time_and_share(row, who):
+    return f"{row[f'{who}_ms']:.4f} ({row[f'{who}_share']:.0%})" if f"{who}_ms" in row else ""
+
+
+def goals_of_norms(measured):
+    """How many shapes reach each goal, and the one that is furthest from it."""
+    both = [shape["both"] for shape in measured]
+    wide = [row for row in both if row["op"] != "cross_entropy" and row["width"] >= 4096]
+    goals = [("norms from width 4096: gain", wide, "times_torch", 1.6, "{:.2f}x")]
+    goals.append(("norms from width 4096: share of copy", wide, "ours_share", 0.75, "{:.0%}"))
+    kernels = [row for row in both if row["runs"] == "kernel"]
+    goals.append(("wherever the kernel runs: gain", kernels, "times_torch", 1.0, "{:.2f}x"))
+    rows = []
+    for what, among, name, goal, form in goals:
+        if among:
+            worst = min(among, key=lambda row, name=name: row[name])
+            where = f"{NORMS[worst['op']]} {worst['rows']} x {worst['width']} {worst['dtype']}"
+            held = f"{sum(row[name] >= goal for row in among)} of {len(among)}"
+            rows.append([what, f"at least {form.format(goal)}", held, f"{form.format(worst[name])} ({where})"])
+    return table(["forward and backward", "goal", "shapes that reach it", "the worst"], rows)
 
 
 def end_to_end(result):
@@ -117,45 +196,109 @@ def learning(result):
 
 
 def syncbn(result):
-    def cell(row, name, form, factor=1.0):
-        return form.format(row[name] * factor) if isinstance(row.get(name), (int, float)) else ""
-
-    layers = [
-        [
-            " x ".join(map(str, row["shape"])),
-            row["layout"],
-            row["run"],
-            cell(row, "wall_ms", "{:.3f}"),
-            cell(row, "gpu_ms", "{:.3f}"),
-            cell(row, "host_us", "{:.0f}"),
-        ]
-        for row in result["layers"]
+    about = (
+        "One layer, forward and backward, fp16, wall ms; GPU ms is of iterations queued behind a sleeping kernel, host us what a\n"
+        "rank takes to issue one (torch's waits for the GPU). Then a whole ResNet-50 step (fp16 autocast, channels_last, torch's\n"
+        "DistributedDataParallel; under a CUDA graph one all_reduce in its place), and the exchange of (2, 512) by itself."
+    )
+    goals = [
+        # A ratio to torch's has to be large, one to a layer that exchanges nothing small.
+        [name, f"{'at least' if name.startswith('torch') else 'at most'} {result['goals'][name]:.2f}", f"{value:.2f}"]
+        for name, value in result["ratios"].items()
     ]
-    steps = [[str(row["batch"]), row["run"], cell(row, "wall_ms", "{:.2f}")] for row in result["networks"]]
+    steps = {(row["batch"], row["run"]): row["wall_ms"] for row in result["networks"]}
+    networks = [[str(batch), run, cell(ms), over_local(steps, batch, run)] for (batch, run), ms in steps.items()]
     exchanges = [
-        [row["run"], cell(row, "wall_ms", "{:.1f}", 1e3), cell(row, "gpu_ms", "{:.1f}", 1e3)]
+        [
+            row["run"],
+            *[
+                cell(row[name], "{:.1f}", factor)
+                for name, factor in (("wall_ms", 1e3), ("gpu_ms", 1e3), ("host_us", 1))
+            ],
+        ]
         for row in result["exchanges"]
     ]
-    goals = [[name, f"{value:.2f}", f"{result['goals'][name]:.2f}"] for name, value in result["ratios"].items()]
-    about = (
-        "One layer, forward and backward, fp16; a whole ResNet-50 step (fp16 autocast, channels_last, torch's\n"
-        "DistributedDataParallel; under a CUDA graph one all_reduce in its place); the exchange of (2, 512) by itself."
-    )
     parts = [f"## SyncBatchNorm on {result['ranks']} x {result['device']}", about]
-    parts.append(table(["what", "worst row", "goal"], goals))
-    parts.append(table(["shape of a rank", "layout", "by", "wall ms", "GPU ms", "host us"], layers))
-    parts.append(table(["batch of a rank", "ResNet-50 step with", "wall ms"], steps))
-    parts.append(table(["exchange", "wall us", "GPU us"], exchanges))
+    parts.append(table(["what", "goal", "the worst row"], goals))
+    parts.append(layers(result["layers"]))
+    parts.append(table(["batch of a rank", "ResNet-50 step with", "wall ms", "over local"], networks))
+    parts.append(table(["exchange", "wall us", "GPU us", "host us"], exchanges))
     return "\n\n".join(parts)
+
+
+LOCAL, OURS, OF_TORCH = "BatchNorm, each rank alone", "fabricamp SyncBatchNorm", "torch SyncBatchNorm"
+GRAPH = ", CUDA graph"
+
+
+def layers(rows):
+    """A row a shape: the local layer, ours, torch's (which a CPU has not)."""
+    shapes = {}
+    for row in rows:
+        shapes.setdefault((" x ".join(map(str, row["shape"])), row["layout"]), {})[row["run"]] = row
+    cells = []
+    for (shape, layout), by in shapes.items():
+        local, ours, of_torch = by[LOCAL], by[OURS], by.get(OF_TORCH, {})
+        walls = [cell(one.get("wall_ms"), "{:.3f}") for one in (local, ours, of_torch)]
+        ratio = f"{of_torch['wall_ms'] / ours['wall_ms']:.2f}" if of_torch else ""
+        gpu = " / ".join(cell(one.get("gpu_ms"), "{:.3f}") or "-" for one in (local, ours, of_torch))
+        host = " / ".join(cell(one.get("host_us"), "{:.0f}") or "-" for one in (local, ours))
+        cells.append([shape, layout, *walls, f"{ours['wall_ms'] / local['wall_ms']:.2f}", ratio, gpu, host])
+    head = ["shape of a rank", "layout", "local", "ours", "torch's", "ours over local", "torch's over ours"]
+    return table([*head, "GPU ms: local / ours / torch's", "host us: local / ours"], cells)
+
+
+def over_local(steps, batch, run):
+    """A step beside the one whose ranks normalise alone, both in a CUDA graph or neither."""
+    return f"{steps[batch, run] / steps[batch, LOCAL + GRAPH if run.endswith(GRAPH) else LOCAL]:.2f}"
+
+
+def ddp(result):
+    about = (
+        "Forward and backward under fp16 autocast, the exchange of gradients, and torch's fused SGD; medians of rounds that run\n"
+        "every way in turn. The goals are ratios of GPU time: delayed over no exchange plus the flat all_reduce alone, overlapped\n"
+        "over torch's with gradient_as_bucket_view."
+    )
+    columns = result["columns"]
+    goals = next(iter(columns.values()))["goals"]
+    ratios = [
+        [name, f"at most {goal:.2f}", *[f"{one['ratios'][name]:.3f}" for one in columns.values()]]
+        for name, goal in goals.items()
+    ]
+    parts = [f"## Exchange of gradients on {result['ranks']} x {result['device']}", about]
+    parts.append(table(["ratio", "goal", *columns], ratios))
+    for name, column in columns.items():
+        limit = column["rows"][0]
+        time = "wall_ms" if limit["gpu_ms"] is None else "gpu_ms"
+        rows = [
+            [
+                row["run"],
+                cell(row["gpu_ms"]),
+                cell(row["wall_ms"]),
+                f"{min(row['wall_ms_of_rounds']):.2f} to {max(row['wall_ms_of_rounds']):.2f}",
+                f"{row[time] - limit[time]:+.2f}",
+            ]
+            for row in column["rows"]
+        ]
+        rows[-1][-1] = ""  # the collective by itself is no step
+        parts.append(table([name, "GPU ms", "wall ms", "wall ms of rounds", "over no exchange"], rows))
+    return "\n\n".join(parts)
+
+
+def cell(value, form="{:.2f}", factor=1.0):
+    """A number, or nothing where there is none: a CPU has no GPU time."""
+    return "" if value is None else form.format(value * factor)
 
 
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
     "optimizers": optimizers,
+    "norms": norms,
+    "ddp": ddp,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
 }
+"""By what the names of the result files begin with, in front of the first ``-``."""
 
 
 def main():

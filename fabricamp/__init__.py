@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fabricamp.ops import clip_grad_norm_
     from fabricamp.precision import OptLevel
     from fabricamp.rng import seed_everything
-    from fabricamp.strategies import DDP
+    from fabricamp.strategies import DDP, DelayedDDP
     from fabricamp.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataModule",
+    "DelayedDDP",
     "DistributedError",
     "FabricampError",
     "NonFiniteError",
@@ -41,6 +42,7 @@ _HOMES = {
     "ConfigError": "fabricamp.errors",
     "DDP": "fabricamp.strategies",
     "DataModule": "fabricamp.data",
+    "DelayedDDP": "fabricamp.strategies",
     "DistributedError": "fabricamp.errors",
     "FabricampError": "fabricamp.errors",
     "NonFiniteError": "fabricamp.errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rest or rest[0] in ("-h", "--help"):
         sys.stderr.write(f"{_USAGE}\n")
         raise SystemExit(0 if rest else 2)
+    if problem := _missing(rest[0], is_module=is_module):
+        sys.stderr.write(f"python -m fabricamp.apex: {problem}\n")
+        raise SystemExit(2)
     install()
     with _local_rank_as_known():
         if is_module:
@@ -49,11 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run_script(rest)
 
 
+def _missing(name: str, *, is_module: bool) -> str:
+    """Why there is nothing to run under ``name``; empty where there is."""
+    if is_module:
+        # A package's parents are left to the import itself: to look into them would run them.
+        there = "." in name or name in sys.modules or importlib.util.find_spec(name) is not None
+        return "" if there else f"there is no module {name!r} on Python's path ({Path.cwd()} is on it)"
+    if Path(name).exists():
+        return ""
+    if name.startswith("-"):
+        return f"{name} stands where the script has to; its own arguments come behind it"
+    hint = "" if name.endswith(".py") else f"; for a module write -m {name}"
+    return f"there is no file {name!r} in {Path.cwd()}{hint}"
+
+
 def _run_script(rest: list[str]) -> None:
     script = Path(rest[0])
-    if not script.exists():
-        sys.stderr.write(f"python -m fabricamp.apex: there is no file {rest[0]!r}; for a module write -m {rest[0]}\n")
-        raise SystemExit(2)
     sys.argv[:] = rest
     # Where `python script.py` looks first; `python -m` has put the current folder there.
     if script.is_file():
@@ -69,7 +84,7 @@ def _take_rank(arguments: list[str]) -> str | None:
     if option not in _SPELLINGS:
         return None
     del arguments[0]
-    return value if equals else arguments.pop(0)
+    return value if equals else arguments.pop(0) if arguments else None
 
 
 @contextlib.contextmanager

@@ -47,6 +47,8 @@ def convert_syncbn_model(
     ``training`` and hooks stay as they are.  Layers that are SyncBatchNorm already are left alone.  :func:`revert_syncbn_model`
     takes it back.  ``channel_last`` is for inputs whose last dimension has the channels; memory formats need no option.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"convert_syncbn_model takes one module, not a {type(module).__name__}; call it for each")
 
     def convert(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):

@@ -6,7 +6,7 @@ import itertools
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class BatchNormExchange:
 
     def __init__(self, channels: int, group: dist.ProcessGroup | None = None, choice: str | None = None) -> None:
         self.channels = channels
-        self.group = group
+        self.group = _checked_group(group)
         self.choice = _checked(choice, "exchange")
         self.key = next(_keys)
         self.plans: dict[tuple[Any, ...], Any] = {}
@@ -140,6 +140,16 @@ def gather(route: Route, local: Tensor, gathered: Tensor) -> None:
 def _default_group() -> dist.ProcessGroup | None:
     """All ranks; None without torch.distributed."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _checked_group(group: object) -> dist.ProcessGroup | None:
+    # What torch gives a rank that is in no group is a number; the first batch says what to do then.
+    if group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return cast("dist.ProcessGroup | None", group)
+    raise ConfigError(
+        f"process_group={group!r} is no process group; give what create_syncbn_process_group(size) or "
+        "torch.distributed.new_group(ranks) returns, or None for all ranks"
+    )
 
 
 def _checked(choice: str | None, name: str) -> str | None:

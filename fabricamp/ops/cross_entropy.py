@@ -85,7 +85,8 @@ def fused_cross_entropy(
     if logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device):
         if torch.compiler.is_compiling():
             return cast("Tensor", torch.ops.fabricamp.cross_entropy(logits, target, *rule)[0])
-        if type(logits) is Tensor:  # memory of a subclass may be anywhere
+        # The memory of a subclass may be anywhere, and torch.func's tensors stand for others.
+        if type(logits) is Tensor and not torch._C._are_functorch_transforms_active():
             return cast("Tensor", _CrossEntropy.apply(logits, target, rule, in_place))  # type: ignore[no-untyped-call]
     return cross_entropy_reference(logits, target, **rule._asdict())
 
@@ -104,7 +105,7 @@ def check_rule(rule: CrossEntropyRule) -> None:
 
 def _check(logits: Tensor, target: Tensor) -> None:
     if not logits.dtype.is_floating_point:
-        raise ConfigError(f"logits of {logits.dtype}: give a floating dtype")
+        raise ConfigError(f"logits of {logits.dtype}: give a floating dtype (logits come first, then targets)")
     if target.dtype not in _LABELS:
         raise ConfigError(
             f"targets of {target.dtype}: give class indices of int64 or int32 (probabilities are torch's F.cross_entropy)"

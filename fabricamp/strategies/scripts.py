@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, nearest
 from fabricamp.precision.master_weights import share_full_values
 from fabricamp.strategies.base import Environment
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
@@ -146,7 +147,8 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError("process_group: gradients are averaged over all processes; leave it out")
         for name in of_torch:
             if name not in _WITHOUT_MEANING:
-                raise TypeError(f"DistributedDataParallel got an unexpected keyword argument {name!r}")
+                known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_WITHOUT_MEANING]
+                raise TypeError(f"DistributedDataParallel has no argument {name!r}{nearest(name, known)}")
         _tell_of([name for name, value in of_torch.items() if value])
 
     # -- a step ----------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,16 @@ def test_argparse_is_put_back(script):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "usage:"), (["--local-rank=1"], "usage:"), (["missing.py"], "no file 'missing.py'")]
+    ("arguments", "said"),
+    [
+        ([], "usage:"),
+        (["--local-rank=1"], "usage:"),
+        (["--local_rank"], "usage:"),
+        (["missing.py"], "no file 'missing.py'"),
+        (["missing"], "for a module write -m missing"),
+        (["-m", "missing"], "no module 'missing'"),
+        (["--epochs=1", "train.py"], "--epochs=1 stands where the script has to"),
+    ],
 )
 def test_nothing_to_run_is_said(capsys, arguments, said):
     with pytest.raises(SystemExit) as raised:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
 
-from benchmarks import ddp
+from benchmarks import ddp, render
 from tests.distributed.ranks import run_ranks
 
 
@@ -26,6 +26,12 @@ def test_every_way_is_measured(tmp_path):
         assert all(row["wall_ms"] > 0 and row["gpu_ms"] is None for row in column["rows"])
         assert set(column["ratios"]) == set(ddp.GOALS)
     assert found["ranks"] == 2
+    page = render.ddp(found)
+    assert "None" not in page
+    for name, column in found["columns"].items():
+        assert f"| {name} | GPU ms |" in page
+        assert f"{column['ratios']['delayed']:.3f}" in page
+    assert f"| {ddp.FLAT} |" in page
 
 
 def test_it_says_how_to_start_it(monkeypatch):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -25,6 +26,21 @@ def test_the_example_runs():
     )
     assert done.returncode == 0, done.stderr
     assert list(Path.cwd().rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "printed"),
+    [
+        ("README.md", "Layers and losses", "torch: "),
+        ("docs/kernels.md", "Kernels: what runs", "torch: its tensors are on cpu"),
+    ],
+)
+def test_the_examples_of_layers_run(page, heading, printed, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = (ROOT / page).read_text()
+    (code, *_) = re.findall(r"```python\n(.*?)```", text[text.index(f"# {heading}") :], flags=re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith(printed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -46,3 +62,11 @@ def test_the_table_of_opt_levels_is_that_of_the_code():
         assert ("fp32" in masters) == level.master_weights
         assert ("dynamic" in scale) == level.dynamic
         assert ("BatchNorm fp32" in weights) == level.keep_batchnorm_fp32
+
+
+def test_the_table_of_strategies_is_that_of_the_code():
+    from fabricamp.strategies import STRATEGIES
+
+    rows = re.findall(r'^\| `"(\w+)"` \|', (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows == ["single", "ddp", "delayed_ddp"]
+    assert set(rows) <= set(STRATEGIES.names())

@@ -240,3 +240,11 @@ def test_what_cannot_be_is_refused(arguments, message):
     given_arguments = {"logits": torch.zeros(3, 5), "target": torch.zeros(3, dtype=torch.int64)} | arguments
     with pytest.raises(ConfigError, match=message):
         ops.fused_cross_entropy(given_arguments.pop("logits"), given_arguments.pop("target"), **given_arguments)
+
+
+def test_under_torch_func_torch_runs(kernel_device):
+    logits, target = sample(kernel_device, 6, 30)
+    found = torch.func.grad(lambda given: ops.fused_cross_entropy(given, target))(logits)
+    logits.requires_grad_()
+    (expected,) = torch.autograd.grad(ops.fused_cross_entropy(logits, target), logits)
+    torch.testing.assert_close(found, expected)

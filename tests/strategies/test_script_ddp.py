@@ -369,7 +369,8 @@ def check_arguments():
         ({"allreduce_trigger_params": ["lost.bias"]}, ConfigError, "did you mean 'last.bias'"),
         ({"message_size": [0]}, ConfigError, r"message_size=\[0\]"),
         ({"process_group": 1}, ConfigError, "all processes"),
-        ({"devices": [0]}, TypeError, "'devices'"),
+        ({"devices": [0]}, TypeError, "no argument 'devices'"),
+        ({"delay_alreduce": True}, TypeError, "did you mean 'delay_allreduce'"),
     ):
         with pytest.raises(error, match=words):
             DistributedDataParallel(Net(), **options)

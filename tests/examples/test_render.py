@@ -1,0 +1,130 @@
+"""Results become tables: what each script writes is what the page reads, and none of the files has to be there."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+
+from benchmarks import cross_entropy, norms, render, syncbn
+from tests.distributed.ranks import run_ranks
+
+ABOUT = {
+    "device": "a card",
+    "copy_gb_per_s": 4000,
+    "command": "python it",
+    "torch": "2",
+    "python": "3",
+    "date": "today",
+}
+
+
+def syncbn_quick(path):
+    torch.cuda.is_available = lambda: False
+    sys.argv[:] = ["benchmarks/syncbn.py", "--quick", "--out", str(path)]
+    syncbn.main()
+
+
+def test_synchronised_batch_norm_on_a_cpu_and_on_gpus(tmp_path):
+    run_ranks(syncbn_quick, 2, tmp_path / "found.json", backend=None)
+    found = json.loads((tmp_path / "found.json").read_text())
+    page = render.syncbn(found)
+    assert "None" not in page
+    assert f"| ours over local | at most 1.80 | {found['ratios']['ours over local']:.2f} |" in page
+    assert "| 4 x 16 x 8 x 8 | NHWC |" in page
+    assert "| fabricamp, collective |" in page
+    page = render.syncbn(on_gpus(found))
+    assert "| torch over ours, NHWC | at least 3.00 | 4.00 |" in page
+    assert "| 1 x 2 | NHWC | 1.000 | 1.500 | 6.000 | 1.50 | 4.00 | 0.500 / 0.750 / 3.000 | 100 / 150 |" in page
+    assert "| 8 | fabricamp SyncBatchNorm, CUDA graph | 4.40 | 1.10 |" in page
+
+
+def on_gpus(found):
+    """What a run has besides where there are GPUs: torch's layer, GPU times, steps in a CUDA graph."""
+    walls = {syncbn.LOCAL: 1.0, syncbn.OURS: 1.5, syncbn.OF_TORCH: 6.0}
+    layers = [
+        {"shape": [1, 2], "layout": layout, "run": run, "wall_ms": wall, "gpu_ms": wall / 2, "host_us": 100 * wall}
+        for layout in ("NCHW", "NHWC")
+        for run, wall in walls.items()
+    ]
+    for layer in layers:
+        if layer["run"] == syncbn.OF_TORCH:
+            layer["host_us"] = None  # it waits for the GPU
+    times = {syncbn.LOCAL: 10.0, syncbn.OURS: 12.0, syncbn.LOCAL + syncbn.GRAPH: 4.0, syncbn.OURS + syncbn.GRAPH: 4.4}
+    networks = [{"batch": batch, "run": run, "wall_ms": time} for batch in (64, 8) for run, time in times.items()]
+    found = found | {"layers": layers, "networks": networks}
+    return found | {"ratios": syncbn.ratios(found)}
+
+
+@pytest.fixture
+def _as_with_a_table(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(norms.dispatch, "chosen", lambda op, dtype, width, device: width >= 4096)
+
+
+@pytest.mark.usefixtures("_as_with_a_table")
+def test_norms(capsys):
+    ours = {"forward": 0.1, "backward": 0.2, "both": 0.3}
+    theirs = {"forward": 0.2, "backward": 0.4, "both": 0.6}
+    medians = {"ours": ours, "torch": theirs, "compiled": {"forward": 0.2, "backward": 0.3, "both": 0.5}}
+    rows = norms.show("layer_norm", torch.bfloat16, 16384, 4096, medians, 4000.0)
+    slower = {"ours": ours, "torch": {"forward": 0.1, "backward": 0.2, "both": 0.27}}
+    rows += norms.show("rms_norm", torch.float32, 1024, 65536, slower, 4000.0)
+    rows += norms.show("cross_entropy", torch.bfloat16, 8192, 1024, slower, 4000.0)
+    page = render.norms(ABOUT | {"rows": rows})
+    assert "| norms from width 4096: gain | at least 1.60x | 1 of 2 | 0.90x (RMSNorm 1024 x 65536 float32) |" in page
+    assert "| wherever the kernel runs: gain | at least 1.00x | 1 of 2 | 0.90x (RMSNorm 1024 x 65536 float32) |" in page
+    first = "0.1000 (67%) | 0.2000 (50%) | 0.3000 (56%)"
+    assert (
+        f"| 16384 x 4096 | bfloat16 | {first} | 0.2000 (34%) | 0.4000 (25%) | 0.6000 (28%) | 0.5000 (34%) | 2.00x |"
+        in page
+    )
+    assert "| Cross-entropy, rows x width |" in page
+    assert "| 0.2700 (5%) |  | 0.90x | torch |" in page
+    part = render.norms(ABOUT | {"rows": rows[:3]})
+    assert "RMSNorm" not in part
+    assert "layer_norm" in capsys.readouterr().out
+
+
+def test_cross_entropy():
+    shape = "8192x50304 bfloat16"
+    times = {
+        "ours": cross_entropy.Result(0.2, 0.4, 0.6, 0.7, 2.0),
+        "torch": cross_entropy.Result(0.5, 1.0, 1.5, 1.6, 4.0),
+    }
+    rows = [
+        {"shape": shape, "rows": 8192, "classes": 50304, "row": name, **time._asdict(), "share_of_copy": 0.9}
+        for name, time in times.items()
+    ]
+    page = render.cross_entropy(ABOUT | {"rows": rows})
+    assert "| torch's GPU time over ours | at least 2.00 | 2.50 |" in page
+    assert "| our peak over torch's | at most 0.50 | 0.50 |" in page
+    assert f"| {shape} | ours | 0.200 | 0.400 | 0.600 | 0.700 | 90% | 2.00 | 2.50x |" in page
+    others = [row | {"shape": "131072x1024 bfloat16"} for row in rows]
+    assert "goal" not in render.cross_entropy(ABOUT | {"rows": others})
+
+
+def test_the_page_has_what_there_is(tmp_path, monkeypatch):
+    here = tmp_path / "benchmarks"
+    (here / "results").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (here / "results" / "notes.md").write_text("## Notes\n")
+    monkeypatch.setattr(render, "HERE", here)
+    render.main()
+    page = tmp_path / "docs" / "performance.md"
+    assert page.read_text().startswith("# Performance\n")
+    assert page.read_text().endswith("## Notes\n")
+    (here / "results" / "norms-card.json").write_text(json.dumps(ABOUT | {"rows": []}))
+    render.main()
+    assert "## Norms and cross-entropy on a card" in page.read_text()
+    assert "`python it`, device a card, torch 2, python 3, date today" in page.read_text()
+
+
+@pytest.mark.parametrize("file", sorted((render.HERE / "results").glob("*.json")), ids=lambda file: file.stem)
+def test_each_result_has_its_renderer(file):
+    page = render.RENDERERS[file.name.partition("-")[0]](json.loads(file.read_text()))
+    assert page.startswith("## ")
+    assert "None" not in page
