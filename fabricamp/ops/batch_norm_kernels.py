@@ -49,7 +49,18 @@ _POINTERS: Final = [
     "failed",
     "host_failed",
 ]
-_NUMBERS: Final = ["rank", "ranks", "timeout", "channels", "positions", "length", "splits", "tiles", "columns"]
+_NUMBERS: Final = [
+    "rank",
+    "ranks",
+    "timeout",
+    "channels",
+    "positions",
+    "length",
+    "splits",
+    "per_split",
+    "tiles",
+    "columns",
+]
 _SERVED: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -111,6 +122,11 @@ class _Geometry:
         lanes = self.threads // self.columns
         most_splits = max(1, -(-self.positions // lanes))
         self.splits = max(1, min(most_splits, blocks // max(1, self.tiles)))
+
+    @property
+    def per_split(self) -> int:
+        """Positions of each split but the last."""
+        return -(-self.positions // self.splits)
 
     @property
     def width(self) -> int:
@@ -178,7 +194,7 @@ class KernelPlan:
         call.partial, call.tickets = memory.partial.data_ptr(), memory.tickets.data_ptr()
         call.local, call.gathered = memory.local.data_ptr(), memory.gathered.data_ptr()
         call.rank, call.ranks = route.rank, route.ranks
-        for name in ("channels", "positions", "length", "splits", "tiles", "columns"):
+        for name in ("channels", "positions", "length", "splits", "per_split", "tiles", "columns"):
             setattr(call, name, getattr(geometry, name))
         if route.slot is not None and route.workspace is not None:
             call.peers, call.exchanges = route.slot.addresses.data_ptr(), route.slot.exchanges.data_ptr()

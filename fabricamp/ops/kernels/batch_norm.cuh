@@ -60,6 +60,7 @@ struct Layer {
   int64 positions;               // places, or vectors in all planes of a channel
   int64 length;                  // vectors in a plane
   int64 splits;
+  int64 per_split;               // positions of each but the last
   int64 tiles;
   int64 columns;                 // threads side by side
   double eps;
@@ -74,11 +75,18 @@ __device__ __forceinline__ int64 nanoseconds() {
 }
 #endif
 
-__device__ __forceinline__ int64 per_split(const Layer& a) { return (a.positions + a.splits - 1) / a.splits; }
+// Numbers from 0; a division of 64 bits takes some hundred instructions, and few of them need it.
+__device__ __forceinline__ int64 quotient(int64 a, int64 b) {
+  return (a | b) >> 32 ? a / b : (int64)((unsigned)a / (unsigned)b);
+}
+
+// What this block serves.
+__device__ __forceinline__ int64 tile_of(const Layer& a) { return blockIdx.x % (unsigned)a.tiles; }
+__device__ __forceinline__ int64 split_of(const Layer& a) { return blockIdx.x / (unsigned)a.tiles; }
 
 // Values of a channel in a split.
 __device__ __forceinline__ float split_count(const Layer& a, int64 split) {
-  int64 per = per_split(a), left = a.positions - split * per;
+  int64 per = a.per_split, left = a.positions - split * per;
   left = left < 0 ? 0 : (left < per ? left : per);
   return (float)(PLANES ? left * kVector : left);
 }
@@ -93,20 +101,21 @@ struct Walk {
 #endif
 
   __device__ __forceinline__ Walk(const Layer& a, bool backwards) {
-    int64 tile = blockIdx.x % a.tiles, split = blockIdx.x / a.tiles, per = per_split(a);
+    int64 tile = tile_of(a), split = split_of(a), per = a.per_split;
     int columns = (int)a.columns, lanes = blockDim.x / columns, lane = threadIdx.x / columns;
     int64 first = split * per + lane, end = split * per + per;
     if (end > a.positions) end = a.positions;
-    left = first < end ? (int)((end - first + lanes - 1) / lanes) : 0;
+    left = first < end ? (int)quotient(end - first + lanes - 1, lanes) : 0;
     if (backwards && left) first += (int64)(left - 1) * lanes;
     int sign = backwards ? -1 : 1;
 #if PLANES
     int64 skipped = (a.channels - 1) * a.length;
     length = a.length;
-    inner = length ? first % length : 0;
-    at = length ? (first / length * a.channels * length + tile * length + inner) * kVector : 0;
-    inner_step = length ? sign * (lanes % length) : 0;
-    step = length ? sign * (lanes / length * a.channels * length + lanes % length) * kVector : 0;
+    int64 plane = length ? quotient(first, length) : 0, planes = length ? quotient(lanes, length) : 0;
+    inner = first - plane * length;
+    at = (plane * a.channels * length + tile * length + inner) * kVector;
+    inner_step = sign * (lanes - planes * length);
+    step = sign * (planes * a.channels * length + lanes - planes * length) * kVector;
     wrap = sign * skipped * kVector;
 #else
     int64 column = tile * columns + threadIdx.x % columns;
@@ -226,7 +235,7 @@ template <typename Rule> __device__ __forceinline__ bool over_splits(const Layer
   __shared__ float counts[kGroups];
   __shared__ bool last;
   int width = (int)a.columns * kKept;
-  int64 tile = blockIdx.x % a.tiles, split = blockIdx.x / a.tiles;
+  int64 tile = tile_of(a), split = split_of(a);
   if (threadIdx.x < width) a.partial[(split * a.tiles + tile) * width + threadIdx.x] = as_word(pair);
   __threadfence();
   __syncthreads();
@@ -279,7 +288,7 @@ __device__ __forceinline__ void publish(const Layer& a, int64 index, float value
   memcpy(&bits, &value, sizeof bits);
   Word word = (Word)number << 32 | bits;
   for (int64 i = 0; i < a.ranks; ++i) {
-    int64 to = (a.rank + i) % a.ranks;  // not all to one at once
+    int64 to = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;  // not all to one at once
     a.peers[to][place(a, number, a.rank, index)] = word;
   }
 }
@@ -335,7 +344,7 @@ template <typename Rule, bool COUNTS> __device__ __forceinline__ bool over_ranks
   __shared__ float counts[kRanks];
   __shared__ int missing;
   int width = (int)a.columns * kKept;
-  int64 tile = blockIdx.x % a.tiles, row = 2 * a.channels + 1;
+  int64 tile = tile_of(a), row = 2 * a.channels + 1;
   unsigned number = a.peers ? *(volatile unsigned*)a.exchanges : 0;
   all = Pair{0.f, 0.f};
   count = 0.f;

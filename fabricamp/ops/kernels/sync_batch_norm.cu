@@ -22,9 +22,9 @@ __device__ __forceinline__ float bias_of(const Layer& a, int64 channel) {
 }
 
 __device__ __forceinline__ int64 own_channel(const Layer& a, int j) {
-  int64 tile = blockIdx.x % a.tiles;
+  int64 tile = tile_of(a);
   if (PLANES) return tile;
-  int64 channel = (tile * a.columns + threadIdx.x % a.columns) * kKept + j;
+  int64 channel = (tile * a.columns + threadIdx.x % (unsigned)a.columns) * kKept + j;
   return channel < a.channels ? channel : 0;
 }
 
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) statistics(Layer a) {
   }
   Pair pair = over_block<Moments>(a, mean, squares, (float)(PLANES ? count * kVector : count));
   if (!over_splits<Moments>(a, pair)) return;
-  int64 width = a.columns * kKept, tile = blockIdx.x % a.tiles, channel = tile * width + threadIdx.x;
+  int64 width = a.columns * kKept, tile = tile_of(a), channel = tile * width + threadIdx.x;
   if (threadIdx.x < width && channel < a.channels) {
     publish(a, channel, pair.first);
     publish(a, a.channels + channel, pair.second);
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) normalise(Layer a) {
   Pair pair;
   float count;
   if (!over_ranks<Moments, true>(a, pair, count)) return;
-  int64 width = a.columns * kKept, tile = blockIdx.x % a.tiles, channel = tile * width + threadIdx.x;
+  int64 width = a.columns * kKept, tile = tile_of(a), channel = tile * width + threadIdx.x;
   if (threadIdx.x < width && channel < a.channels) {
     float variance = count > 0.f ? pair.second / count : 0.f, inverse = 1.f / sqrtf(variance + (float)a.eps);
     means[threadIdx.x] = pair.first;
@@ -211,10 +211,10 @@ extern "C" __global__ void __launch_bounds__(512, RELU ? 1 : 2) reduce(Layer a) 
 #pragma unroll
   for (int j = 0; j < kKept; ++j) body.first[j] = body.second[j] = 0.f;
   Walk walk(a, false);
-  each_batch<RELU && RESIDUAL ? 2 : 3>(walk, body);
+  each_batch<(RELU && RESIDUAL) || sizeof(Value) == 4 ? 2 : 3>(walk, body);
   Pair pair = over_block<Sums>(a, body.first, body.second, 0.f);
   if (!over_splits<Sums>(a, pair)) return;
-  int64 width = a.columns * kKept, channel = blockIdx.x % a.tiles * width + threadIdx.x;
+  int64 width = a.columns * kKept, channel = tile_of(a) * width + threadIdx.x;
   if (threadIdx.x < width && channel < a.channels) {
     pair.second *= a.saved[a.channels + channel];
     if (a.weight_gradient) a.weight_gradient[channel] = Narrow<Parameter>::of(pair.second);
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(512, RELU ? 1 : 2) gradient(Layer a
     Pair pair;
     float unused;
     if (!over_ranks<Sums, false>(a, pair, unused)) return;
-    int64 width = a.columns * kKept, channel = blockIdx.x % a.tiles * width + threadIdx.x;
+    int64 width = a.columns * kKept, channel = tile_of(a) * width + threadIdx.x;
     if (threadIdx.x < width && channel < a.channels) {
       float inverse = a.saved[a.channels + channel], factor = inverse * weight_of(a, channel) / a.saved[3 * a.channels];
       slopes[threadIdx.x] = factor * inverse * pair.second;
