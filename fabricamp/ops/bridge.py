@@ -122,35 +122,39 @@ def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
     return "".join(lines) + text.replace("#pragma once", "")
 
 
-def _with_cupy(text: str, function: str, device: torch.device) -> Function:
+def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) -> Function:
     import cupy
     from cupy.cuda import driver
 
     with cupy.cuda.Device(device.index):
         try:
             module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
-            compiled = module.get_function(function).kernel
+            raw = module.get_function(function)
+            if shared:
+                raw.max_dynamic_shared_size_bytes = shared
+            compiled = raw.kernel
         except cupy.cuda.compiler.CompileException as error:
             raise RuntimeError(f"kernel {function} does not compile for {device}: {error}") from error
     pointer, launch = compiled.ptr, driver.launchKernel
 
     def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
         try:
-            launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
         except driver.CUDADriverError as error:
             if error.status != _INVALID_CONTEXT:
                 raise
             # This thread, one of autograd's maybe, meets the device for the first time: the runtime binds the context to it.
             cupy.cuda.runtime.setDevice(device.index)
             cupy.cuda.runtime.memGetInfo()
-            launch(pointer, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
 
     run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
     return run
 
 
-COMPILERS: dict[str, Callable[[str, str, torch.device], Function]] = {"cuda": _with_cupy}
-"""How a kernel of a source text is compiled, by device type; the tests add one for "cpu"."""
+COMPILERS: dict[str, Callable[..., Function]] = {"cuda": _with_cupy}
+"""How a kernel of a source text is compiled, by device type: ``compile(text, function, device)``, with the bytes of dynamic
+shared memory after these for a kernel that has it; the tests add one for "cpu"."""
 
 
 def _public_current_stream(device: int) -> int:
@@ -211,12 +215,16 @@ def _as_c(value: Any) -> Any:
 
 
 @functools.cache
-def kernel(file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = ()) -> Kernel:
+def kernel(
+    file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = (), shared: int = 0
+) -> Kernel:
     """Returns ``function`` of ``kernels/<file>.cu``, compiled once per device.
 
-    A kernel over a table serves rows of ``kinds``; one over single tensors takes its types and sizes as ``defines``.
+    A kernel over a table serves rows of ``kinds``; one over single tensors takes its types and sizes as ``defines``.  Each of
+    its blocks gets ``shared`` bytes of dynamic shared memory, at most what the device gives to one block.
     """
-    return Kernel(COMPILERS[device.type](source(file, kinds, defines), function, device), device)
+    dynamic = (shared,) if shared else ()
+    return Kernel(COMPILERS[device.type](source(file, kinds, defines), function, device, *dynamic), device)
 
 
 def kernel_files() -> list[str]:

@@ -16,11 +16,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Norm", "Statistics", "backward", "forget", "forward"]
 
+_ANY: Final = 2**31 - 1
 _MOST_LANES: Final = 1024
-_WORDS: Final = (8, 16)
-"""Registers that a thread of norm_forward.cu gives to a row; the second where the row would not fit."""
+_FORWARD_LANES: Final = 256
+_WORDS: Final = {8: 1280, 16: 1024, 32: 512}
+"""Registers that a thread of norm_forward.cu gives to a row, the next where the row would not fit into ``_FORWARD_LANES``
+threads; and the threads that a multiprocessor is to hold then: 40 KB or more are on their way so."""
 
 _MOST_REGISTERS: Final = 255
+_COLUMN_BLOCKS: Final = 3
+"""Blocks of norm_columns.cu that a multiprocessor holds."""
+
+_SHARED_ELEMENTS: Final = 32
+_SHARED_VECTOR: Final = 4
+_SHARED_LANES: Final = (128, 512)
+"""Where the sums of columns are in shared memory: elements of a row that a thread has, neighbours that it loads at least, and
+how many threads have a row."""
+
+_OWN_SHARED: Final = 1024 + 512
+"""Bytes of shared memory that a block takes besides: the system's, and those of its sums over a row."""
 
 
 class Norm(NamedTuple):
@@ -64,7 +78,7 @@ class Launch(NamedTuple):
     run: Kernel
     rows: int
     threads: int
-    blocks: int = 2**31 - 1
+    blocks: int = _ANY
     """Blocks at most: a kernel that sums columns goes over the rows with as many as the device holds at once."""
 
 
@@ -105,17 +119,22 @@ def _layout(width: int, vector: int, items: int, threads: int) -> Layout:
     return Layout(vector, lanes, -(-packs // lanes), max(1, threads // lanes))
 
 
+def _over(width: int, vector: int, lanes: int) -> Layout:
+    """A row that is read over and over by a whole block."""
+    return Layout(vector, lanes, -(-width // (vector * lanes)), 1)
+
+
 @functools.cache
 def _forward(norm: Norm, aligned: bool) -> Launch:
     vector = _vector(norm.width, (norm.input, norm.output), aligned=aligned)
-    for words in _WORDS:
+    for words, threads in _WORDS.items():
         layout = _layout(norm.width, vector, words // _words(1, vector, norm.input), 128)
-        if layout.lanes <= _MOST_LANES:
-            file = "norm_forward"
+        if layout.lanes <= _FORWARD_LANES:
+            file, blocks = "norm_forward", threads // (layout.lanes * layout.groups)
             break
     else:
-        file, layout = "norm_forward_wide", Layout(vector, _MOST_LANES, 1, 1)
-    run = kernel(file, file, (), norm.device, norm.defines(**layout.numbers()))
+        file, layout, blocks = "norm_forward_wide", _over(norm.width, vector, _MOST_LANES), 1
+    run = kernel(file, file, (), norm.device, norm.defines(**layout.numbers(), BLOCKS=blocks))
     return Launch(run, layout.groups, layout.lanes * layout.groups)
 
 
@@ -138,39 +157,63 @@ def _aligned(*tensors: Tensor | None) -> bool:
     return together % 16 == 0
 
 
+_IN_REGISTERS, _IN_SHARED_MEMORY = 1, 2
+"""Where a block of norm_backward.cu keeps its sums of columns; 0 where it has none."""
+
+
 class Residents(NamedTuple):
     """A layout of norm_backward.cu, the blocks of it that a multiprocessor holds, and the bytes that they have on their way."""
 
     layout: Layout
-    blocks: int
+    sums: int
     ahead: bool
+    blocks: int
     bytes: int
+    shared: int
+    """Dynamic shared memory of a block, in bytes."""
+
+    def numbers(self) -> dict[str, int]:
+        """Returns what the kernel is told of it."""
+        return {**self.layout.numbers(), "SUMS": self.sums, "AHEAD": self.ahead, "BLOCKS": max(1, self.blocks)}
 
 
-def _residents(norm: Norm, layout: Layout, *, sums: bool, ahead: bool) -> Residents:
-    part = layout.items, layout.vector
+def _registers(norm: Norm, layout: Layout, sums: int, ahead: bool) -> int:
+    """What a thread of norm_backward.cu needs; the constants are what compilers were seen to need besides."""
+    part, elements = (layout.items, layout.vector), layout.items * layout.vector
     saved = norm.output if norm.efficient else norm.input
-    columns = layout.items * layout.vector * (norm.weight + norm.bias) if sums else 0
-    row = _words(*part, saved) + _words(*part, norm.output)
+    rows = (_words(*part, saved) + _words(*part, norm.output)) * (2 if ahead else 1)
+    if sums == _IN_SHARED_MEMORY:
+        return rows + (56 if layout.items * layout.lanes * layout.vector == norm.width else 90)
+    columns = elements * (norm.weight + norm.bias) if sums else 0
     parameters = _words(*part, norm.parameter or norm.output) * (norm.weight + (norm.bias and norm.efficient))
-    # The last two terms are what compilers were seen to need besides.
-    registers = columns + row * (2 if ahead else 1) + parameters + 32 + layout.items * layout.vector * 3 // 2
-    registers = -(-registers // 8) * 8
+    return columns + rows + parameters + 32 + elements * 3 // 2
+
+
+def _residents(norm: Norm, layout: Layout, sums: int, *, ahead: bool) -> Residents:
+    registers = -(-_registers(norm, layout, sums, ahead) // 8) * 8
     # A quarter of a multiprocessor has 512 registers for each of a warp's threads.
     warps = 512 // registers * 4 if registers <= _MOST_REGISTERS else 0
     blocks = warps // (layout.lanes * layout.groups // 32)
+    shared = 0
+    if sums == _IN_SHARED_MEMORY:
+        shared = layout.lanes * layout.items * layout.vector * (norm.weight + norm.bias) * 4
+        blocks = min(blocks, _shared_memory(norm.device) // (shared + _OWN_SHARED))
+    saved = norm.output if norm.efficient else norm.input
     in_flight = blocks * layout.groups * norm.width * (saved.itemsize + norm.output.itemsize)
-    return Residents(layout, blocks, ahead, in_flight)
+    return Residents(layout, sums, ahead, blocks, in_flight, shared)
 
 
 def _with_sums(norm: Norm, vector: int) -> Residents | None:
-    """How blocks keep the sums of columns in registers: with the most bytes on their way; None where they cannot."""
+    """How blocks keep the sums of columns beside their rows: with the most bytes on their way; None where they cannot."""
     for ahead in (True, False):
         found = [
-            _residents(norm, layout, sums=True, ahead=ahead)
+            _residents(norm, layout, _IN_REGISTERS, ahead=ahead)
             for elements, threads in ((8, 256), (16, 256), (8, 512), (16, 512))
             if (layout := _layout(norm.width, vector, max(1, elements // vector), threads)).lanes <= threads
         ]
+        wide = _layout(norm.width, vector, _SHARED_ELEMENTS // vector, 1)
+        if vector >= _SHARED_VECTOR and _SHARED_LANES[0] <= wide.lanes <= _SHARED_LANES[1]:
+            found.append(_residents(norm, wide, _IN_SHARED_MEMORY, ahead=ahead))
         best = max(found, key=lambda one: one.bytes, default=None)
         if best is not None and best.blocks > 0:
             return best
@@ -183,35 +226,66 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _backward(norm: Norm, aligned: bool, sums: bool) -> tuple[Launch, bool]:
-    """The launch for the gradient of the input, and whether it makes the sums of columns too."""
-    vector = _vector(norm.width, (norm.input, norm.output), aligned=aligned)
-    found = _with_sums(norm, vector) if sums else None
-    if found is not None:
-        layout, blocks = found.layout, found.blocks
-        numbers = {**layout.numbers(), "SUMS": 1, "AHEAD": found.ahead, "BLOCKS": blocks}
-        run = kernel("norm_backward", "norm_backward", (), norm.device, norm.defines(**numbers))
-        return Launch(run, layout.groups, layout.lanes * layout.groups, _processors(norm.device) * blocks), True
-    for elements in (8, 16):
-        layout = _layout(norm.width, vector, max(1, elements // vector), 128)
-        if layout.lanes <= _MOST_LANES and _residents(norm, layout, sums=False, ahead=False).blocks > 0:
-            file = "norm_backward"
-            break
-    else:
-        file, layout = "norm_backward_wide", Layout(vector, _MOST_LANES // 2, 1, 1)
-    numbers = {**layout.numbers(), "SUMS": 0, "AHEAD": 0, "BLOCKS": 1}
-    run = kernel(file, file, (), norm.device, norm.defines(**numbers))
-    return Launch(run, layout.groups, layout.lanes * layout.groups), False
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 2**17
 
 
 @functools.cache
-def _columns(norm: Norm, aligned: bool) -> tuple[Launch, int]:
-    """The launch that sums columns over parts of the rows, and its tiles: each part has a block for every one of them."""
+def _backward(norm: Norm, aligned: bool, sums: bool) -> Launch | None:
+    """The launch of norm_backward.cu; None where a row, or the sums that go with it, do not fit."""
     vector = _vector(norm.width, (norm.input, norm.output), aligned=aligned)
-    layout = Layout(vector, 32, 1, 8)
+    found = _with_sums(norm, vector) if sums else _without_sums(norm, vector)
+    if found is None:
+        return None
+    most = _processors(norm.device) * found.blocks if sums else _ANY
+    defines, layout = norm.defines(**found.numbers()), found.layout
+    run = kernel("norm_backward", "norm_backward", (), norm.device, defines, found.shared)
+    return Launch(run, layout.groups, layout.lanes * layout.groups, most)
+
+
+def _without_sums(norm: Norm, vector: int) -> Residents | None:
+    for elements in (8, 16):
+        layout = _layout(norm.width, vector, max(1, elements // vector), 128)
+        found = _residents(norm, layout, 0, ahead=False)
+        if layout.lanes <= _MOST_LANES and found.blocks > 0:
+            return found._replace(blocks=1)
+    return None
+
+
+class Wide(NamedTuple):
+    """Two kernels that read the same rows, one after the other."""
+
+    row_sums: Launch
+    columns: Launch
+    tiles: int
+    """Each part of the rows has a block of ``columns`` for every one of them."""
+
+
+@functools.cache
+def _wide(norm: Norm, aligned: bool, sums: bool) -> Wide:
+    vector = _vector(norm.width, (norm.input, norm.output), aligned=aligned)
+    over, tile = _over(norm.width, vector, _MOST_LANES), Layout(vector, 32, 1, 8)
+    numbers = {**tile.numbers(), "SUMS": sums, "BLOCKS": _COLUMN_BLOCKS}
+    row_sums = kernel("norm_row_sums", "norm_row_sums", (), norm.device, norm.defines(**over.numbers()))
+    columns = kernel("norm_columns", "norm_columns", (), norm.device, norm.defines(**numbers))
     tiles = -(-norm.width // (32 * vector))
-    run = kernel("norm_columns", "norm_columns", (), norm.device, norm.defines(**layout.numbers()))
-    return Launch(run, 8, 256, -(-4 * _processors(norm.device) // tiles)), tiles
+    parts = max(1, _COLUMN_BLOCKS * _processors(norm.device) // tiles)
+    return Wide(Launch(row_sums, 1, over.lanes), Launch(columns, 8, 256, parts), tiles)
+
+
+def _read_twice(
+    operands: tuple[Tensor | None, ...], of_input: Tensor, norm: Norm, eps: float, *, aligned: bool, sums: bool
+) -> Tensor | None:
+    """Writes the gradient of the input; returns sums of columns over parts of the rows."""
+    wide = _wide(norm, aligned, sums)
+    rows = of_input.numel() // norm.width
+    parts = min(-(-rows // wide.columns.rows), wide.columns.blocks)
+    shares = torch.empty(rows, 2, dtype=torch.float32, device=norm.device)
+    partials = _partials(norm, parts) if sums else None
+    wide.row_sums.run(rows, wide.row_sums.threads, *operands, shares, eps)
+    wide.columns.run(parts * wide.tiles, wide.columns.threads, *operands, shares, of_input, partials, rows, eps)
+    return partials
 
 
 @functools.cache
@@ -239,23 +313,23 @@ def backward(
     rows = gradient.numel() // norm.width
     of_input = torch.empty(saved.shape, dtype=norm.input, device=saved.device)
     aligned = _aligned(gradient, saved, weight, bias)
-    launch, whole = _backward(norm, aligned, sums)
-    blocks = min(-(-rows // launch.rows), launch.blocks)
-    partials = _partials(norm, blocks) if whole else None
     operands = gradient, saved, *statistics, weight, bias
-    launch.run(blocks, launch.threads, *operands, of_input, partials, rows, eps)
-    if not sums:
-        return of_input, None, None
+    launch = _backward(norm, aligned, sums)
+    if launch is None:
+        partials = _read_twice(operands, of_input, norm, eps, aligned=aligned, sums=sums)
+    else:
+        blocks = min(-(-rows // launch.rows), launch.blocks)
+        partials = _partials(norm, blocks) if sums else None
+        launch.run(blocks, launch.threads, *operands, of_input, partials, rows, eps)
     if partials is None:
-        summing, tiles = _columns(norm, aligned)
-        blocks = min(-(-rows // summing.rows), summing.blocks)
-        partials = _partials(norm, blocks)
-        summing.run(blocks * tiles, summing.threads, *operands, partials, rows, eps)
+        return of_input, None, None
     of_weight = torch.empty_like(weight) if weight is not None else None
     of_bias = torch.empty_like(bias) if bias is not None else None
     assert norm.parameter is not None
     finish = _finish(norm.parameter, norm.weight, norm.bias, norm.device)
-    finish(-(-norm.width * (norm.weight + norm.bias) // 32), 1024, partials, of_weight, of_bias, blocks, norm.width)
+    finish(
+        -(-norm.width * (norm.weight + norm.bias) // 32), 1024, partials, of_weight, of_bias, len(partials), norm.width
+    )
     return of_input, of_weight, of_bias
 
 
@@ -265,5 +339,5 @@ def _partials(norm: Norm, blocks: int) -> Tensor:
 
 def forget() -> None:
     """Lays out and compiles anew at the next call: for those who change what compiles."""
-    for cached in (_forward, _backward, _columns, _finish):
+    for cached in (_forward, _backward, _wide, _finish):
         cached.cache_clear()

@@ -131,6 +131,8 @@ def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tenso
             f"normalized_shape={shape} are not the last dimensions of an input of shape {tuple(x.shape)}; give those that "
             "one mean is taken over"
         )
+    if not x.is_floating_point():
+        raise ConfigError(f"a norm takes floating-point inputs, not {x.dtype}")
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and tuple(one.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(one.shape)}, and needs normalized_shape={shape}")
@@ -161,8 +163,9 @@ def _by_kernel(
         return False
     operands = [one for one in (x, weight, bias) if one is not None]
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
-            return False  # what is exported has to load where there is no fabricamp
+        # What is exported has to load where there is no fabricamp.  is_exporting() is True under any compilation in torch 2.11.
+        if torch.compiler._is_exporting_flag:
+            return False
     elif any(type(one) not in _PLAIN for one in operands) or torch._C._are_functorch_transforms_active():
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]

@@ -17,6 +17,7 @@ import torch
 from fabricamp.ops import bridge, table
 
 HERE = Path(__file__).parent
+_DYNAMIC = re.compile(r"extern __shared__ (.+) (\w+)\[\];")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
@@ -32,7 +33,8 @@ def library(text: str, reverse: bool) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as own:
             unit, made = Path(own, "unit.cpp"), Path(own, "unit.so")
             exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
-            unit.write_text(f'#include "cuda_on_cpu.h"\n{text}\n{exports}\n')
+            body = _DYNAMIC.sub(r"\1* \2 = (\1*)::cuda_on_cpu::dynamic_shared;", text)
+            unit.write_text(f'#include "cuda_on_cpu.h"\n{body}\n{exports}\n')
             # Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
             flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w", f"-I{HERE}"]
             subprocess.run(["g++", *flags, *(["-DREVERSE"] if reverse else []), unit, "-o", made], check=True)
@@ -43,12 +45,12 @@ def library(text: str, reverse: bool) -> ctypes.CDLL:
 def compiler(reverse: bool):
     """Returns what ``bridge.COMPILERS`` holds for a kind of device."""
 
-    def compile_for_cpu(text: str, function: str, device):
+    def compile_for_cpu(text: str, function: str, device, shared: int = 0):
         launch = getattr(library(text, reverse), f"launch_{function}")
-        launch.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p]
+        launch.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
 
         def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
-            launch(blocks, threads, arguments)
+            launch(blocks, threads, shared, arguments)
 
         return run
 

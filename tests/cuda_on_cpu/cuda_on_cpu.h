@@ -2,8 +2,8 @@
 //
 // It checks indexing, tails, masks, formulas and barriers: a barrier that not all threads reach ends the process, and a missing
 // one shows when the fibers run in reverse order too (-DREVERSE).  It does not check speed, asynchrony, memory order between
-// blocks, or the contraction of products and sums.  Kernels may not spin on another block, use inline PTX, or dynamic shared
-// memory.  x86-64 only.
+// blocks, or the contraction of products and sums.  Kernels may not spin on another block or use inline PTX.  Dynamic shared
+// memory (compiler.py rewrites its declaration) is NaN at a block's start.  x86-64 only.
 #pragma once
 #include <math.h>
 
@@ -31,6 +31,12 @@
 struct dim3 {
   unsigned x, y, z;
 };
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
 
 namespace cuda_on_cpu {
 
@@ -55,6 +61,7 @@ static void (*body)(void*);
 static void* body_argument;
 static dim3 block_index, block_size, grid_size;
 constexpr size_t kStack = 64 * 1024;
+static char* dynamic_shared;
 
 extern "C" void cuda_on_cpu_switch(void** from, void* to);
 asm(R"(.text
@@ -175,7 +182,8 @@ void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I.
   kernel(*(std::remove_reference_t<Arguments>*)arguments[I]...);
 }
 
-template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, void** arguments) {
+template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, size_t shared,
+                                           void** arguments) {
   struct Call {
     void (*kernel)(Arguments...);
     void** arguments;
@@ -188,8 +196,11 @@ template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned
   block_size = {threads, 1, 1};
   grid_size = {blocks, 1, 1};
   block_index = {0, 0, 0};
+  std::vector<char> memory(shared + 16);
+  dynamic_shared = memory.data() + 15 - (uintptr_t)(memory.data() + 15) % 16;
   for (size_t i = 0; i < blocks; i++) {
     block_index.x = (unsigned)turn(i, blocks);
+    memset(dynamic_shared, 0xff, shared);
     run_block();
   }
 }
@@ -236,12 +247,13 @@ template <class T> T atomicMax(T* at, T value) {
   *at = old > value ? old : value;
   return old;
 }
+template <class T> T __ldcg(const T* from) { return *from; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 using std::isfinite;
 using std::isnan;
 
-// What the host calls: launch_<kernel>(blocks, threads, addresses of the arguments).
+// What the host calls: launch_<kernel>(blocks, threads, bytes of dynamic shared memory, addresses of the arguments).
 #define EXPORT(kernel)                                                                  \
-  extern "C" void launch_##kernel(unsigned blocks, unsigned threads, void** arguments) { \
-    cuda_on_cpu::launch(kernel, blocks, threads, arguments);                             \
+  extern "C" void launch_##kernel(unsigned blocks, unsigned threads, size_t shared, void** arguments) { \
+    cuda_on_cpu::launch(kernel, blocks, threads, shared, arguments);                                    \
   }

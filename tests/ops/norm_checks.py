@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fabricamp.ops import layer_norm, rms_norm
+from fabricamp.ops.norm_kernels import Norm
 
 B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {S: 2e-6, H: 1.5e-3, B: 1e-2}
@@ -23,6 +24,12 @@ def operands(device, rows, width, dtypes, *, affine=True, bias=True, seed=0):
     weight = (make(dtypes[1], width).abs() + 0.5).requires_grad_() if affine else None
     shift = make(dtypes[1], width).requires_grad_() if affine and bias else None
     return x, weight, shift
+
+
+def norm_of(kind, width, dtypes, device):
+    """What the kernels are laid out for: input and output, then parameters."""
+    center = kind == "layer"
+    return Norm(width, center, dtypes[0], dtypes[0], dtypes[1], True, center, False, device)
 
 
 def exact(kind, x, weight, bias, eps, upstream):

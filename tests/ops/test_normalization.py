@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch, layer_norm, norm_kernels, normalization, rms_norm
 from tests.cuda_on_cpu.compiler import ON_GPU, references
-from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, operands
+from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 
 one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 """For tests of what stands around the kernels, which say nothing of barriers."""
@@ -30,11 +31,7 @@ def device(kernel_device):
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     ("rows", "width", "dtypes"),
-    [
-        (37, 24, (S, S)),
-        (37, 77, (H, H)),
-        (7, 1032, (B, S)),
-    ],
+    [(37, 24, (S, S)), (37, 77, (H, H)), (7, 1032, (B, S))],
 )
 def test_against_float64(device, kind, rows, width, dtypes):
     check(kind, *operands(device, rows, width, dtypes))
@@ -84,9 +81,38 @@ def test_memory_efficient_stays_finite_where_a_weight_is_zero(device):
 def test_rows_beyond_registers(device, monkeypatch):
     """The kernels for wide rows, and those that sum columns apart: with few threads a row, narrow ones are wide."""
     monkeypatch.setattr(norm_kernels, "_MOST_LANES", 64)
+    monkeypatch.setattr(norm_kernels, "_FORWARD_LANES", 32)
     monkeypatch.setattr(norm_kernels, "_with_sums", lambda norm, vector: None)
-    check("layer", *operands(device, 11, 2056, (B, B)))
-    check("rms", *operands(device, 3, 301, (S, S)))
+    monkeypatch.setattr(norm_kernels, "_without_sums", lambda norm, vector: None)
+    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 6)  # several parts of the rows
+    check("layer", *operands(device, 20, 2056, (B, B)))
+    check("rms", *operands(device, 3, 301, (S, S), affine=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "width", "dtypes", "ahead"),
+    [
+        ("layer", 40, 520, (B, S), True),  # a last load that not all threads have
+        ("rms", 40, 512, (S, S), False),
+        ("layer", 40, 514, (H, H), False),
+    ],
+)
+def test_sums_in_shared_memory(device, monkeypatch, kind, rows, width, dtypes, ahead):
+    laid_out = norm_kernels._residents
+
+    def in_shared_memory(norm, layout, sums, **how):
+        found = laid_out(norm, layout, sums, **how)
+        return found if found.sums == 2 and found.ahead is ahead else found._replace(blocks=0, bytes=0)
+
+    monkeypatch.setattr(norm_kernels, "_residents", in_shared_memory)
+    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 1)  # a block has several rows then
+    monkeypatch.setattr(norm_kernels, "_SHARED_VECTOR", 1)
+    monkeypatch.setattr(norm_kernels, "_SHARED_LANES", (32, 512))
+    monkeypatch.setattr(norm_kernels, "_SHARED_ELEMENTS", 16)
+    found = norm_kernels._with_sums(norm_of(kind, width, dtypes, device), math.gcd(width, 16 // dtypes[0].itemsize))
+    assert found.blocks < rows
+    assert found.shared == 4 * found.layout.lanes * found.layout.items * found.layout.vector * (1 + (kind == "layer"))
+    check(kind, *operands(device, rows, width, dtypes))
 
 
 def test_sums_of_many_blocks(device, monkeypatch):
@@ -108,6 +134,15 @@ def test_a_mean_far_from_zero_costs_no_digits(device):
     torch.testing.assert_close(
         layer_norm(x, 24).double(), F.layer_norm(x.double(), (24,)), rtol=0, atol=2e-2
     )  # fp32 resolves 2e-3 there
+
+
+@one_order
+@pytest.mark.parametrize("threads", [256, 32])
+def test_warps_of_a_row_whose_means_differ(device, monkeypatch, threads):
+    monkeypatch.setattr(norm_kernels, "_FORWARD_LANES", threads)  # with 32 the row is too wide for registers
+    monkeypatch.setattr(norm_kernels, "_MOST_LANES", 64)
+    x = torch.randn(3, 1100, generator=torch.Generator().manual_seed(1)) + torch.arange(1100.0) / 50
+    near(layer_norm(x.to(device), 1100), F.layer_norm(x.double(), (1100,)).to(device), S)
 
 
 @one_order
@@ -305,9 +340,10 @@ def test_references_in_float64(reference):
         ((torch.zeros(2, 3), ()), "normalized_shape="),
         ((torch.zeros(2, 3), 3, torch.ones(2)), r"weight has shape \(2,\)"),
         ((torch.zeros(2, 3), 3, None, torch.ones(3, 1)), r"bias has shape \(3, 1\)"),
+        ((torch.ones(2, 3, dtype=torch.int64), 3), "floating-point inputs, not torch.int64"),
     ],
 )
-def test_shapes_that_do_not_fit(arguments, words):
+def test_inputs_that_do_not_fit(arguments, words):
     with pytest.raises(ConfigError, match=words):
         layer_norm(*arguments)
 

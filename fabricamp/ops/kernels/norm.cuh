@@ -29,6 +29,8 @@
 constexpr int kThreads = LANES * GROUPS;
 constexpr int kPacks = WIDTH / VECTOR;
 constexpr float kShare = 1.f / WIDTH;
+constexpr int kTeam = LANES < 32 ? LANES : 32;  // threads of a row that shuffle
+constexpr int kTeams = (LANES + 31) / 32;
 
 // The columns of a thread: its item's first one, and whether the row reaches there.
 __device__ __forceinline__ int column_of(int item, int lane) { return (item * LANES + lane) * VECTOR; }
@@ -40,8 +42,22 @@ template <typename T> __device__ __forceinline__ Pack<T, VECTOR> pack_at(const T
   return *(const Pack<T, VECTOR>*)(row + column);
 }
 
+template <int BYTES> struct Word;
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+// Neighbours as whole words, as long as they are not computed with: a pack's 16-bit values would take a register each.
+template <typename T> using Packed = typename Word<sizeof(Pack<T, VECTOR>)>::type;
+
+// For what is read once: past the L1 cache, which then keeps weight and bias for the next row.
+template <typename T> __device__ __forceinline__ Packed<T> streamed_at(const T* row, int column) {
+  return __ldcg((const Packed<T>*)(row + column));
+}
+
 // Makes the compiler forget what it has computed from a pack: it would keep that in registers rather than compute it again.
-template <typename T> __device__ __forceinline__ void forget(Pack<T, VECTOR>& pack) {
+template <typename P> __device__ __forceinline__ void forget(P& pack) {
   if constexpr (sizeof(pack) % 4 == 0) {
     unsigned words[sizeof(pack) / 4];
     memcpy(words, &pack, sizeof(pack));
@@ -51,15 +67,33 @@ template <typename T> __device__ __forceinline__ void forget(Pack<T, VECTOR>& pa
   }
 }
 
-// Sums over the LANES threads of a row, the same bits in all of them.  `turn` alternates: one barrier a sum is enough then.
-template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int& turn) {
+// What neighbours are, computed here and not before.
+template <typename T> __device__ __forceinline__ Pack<T, VECTOR> unpacked(Packed<T>& packed) {
+  Pack<T, VECTOR> pack;
+  forget(packed);
+  memcpy(&pack, &packed, sizeof(pack));
+  return pack;
+}
+
+// An address of which the compiler does not know that it has read there.
+template <typename T> __device__ __forceinline__ const T* unknown(const T* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
+// Sums over the threads of a row that are in one warp, the same bits in all of them.
+template <int N> __device__ __forceinline__ void team_sums(float (&value)[N]) {
 #pragma unroll
-  for (int step = (LANES < 32 ? LANES : 32) / 2; step > 0; step >>= 1)
+  for (int step = kTeam / 2; step > 0; step >>= 1)
 #pragma unroll
     for (int n = 0; n < N; ++n) value[n] += __shfl_xor_sync(0xffffffffu, value[n], step);
-  if (LANES <= 32) return;
-  constexpr int kWarps = (LANES + 31) / 32;
-  __shared__ float parts[2][GROUPS][kWarps][N];
+}
+
+// Sums over the LANES threads of a row, the same bits in all of them.  `turn` alternates: one barrier a sum is enough then.
+template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int& turn) {
+  team_sums(value);
+  if (kTeams == 1) return;
+  __shared__ float parts[2][GROUPS][kTeams][N];
   int group = threadIdx.x / LANES, warp = threadIdx.x % LANES / 32;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll
@@ -69,7 +103,7 @@ template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int
   for (int n = 0; n < N; ++n) {
     value[n] = parts[turn][group][0][n];
 #pragma unroll
-    for (int other = 1; other < kWarps; ++other) value[n] += parts[turn][group][other][n];
+    for (int other = 1; other < kTeams; ++other) value[n] += parts[turn][group][other][n];
   }
   turn ^= 1;
 }
@@ -84,6 +118,34 @@ __device__ __forceinline__ float row_sum(float value, int& turn) {
 struct Row {
   float mean, root;
 };
+
+// The elements of a row in the threads of one of its warps; at least 1, for a divisor.
+__device__ __forceinline__ int elements_of(int team) {
+  int last = kPacks - (ITEMS - 1) * LANES - team * kTeam;  // packs of the last item, those before are whole
+  int packs = (ITEMS - 1) * kTeam + (last < 0 ? 0 : last > kTeam ? kTeam : last);
+  return packs > 0 ? packs * VECTOR : 1;
+}
+
+// A row's mean and one over its deviation, from its warps': the mean of a warp's elements, the sum of the squares of their
+// distances from it.  The same bits in all threads; one barrier, once a kernel.
+__device__ __forceinline__ Row merged(float mean, float squares, float eps) {
+  if (kTeams > 1) {
+    __shared__ float means[GROUPS][kTeams], rests[GROUPS][kTeams];
+    int group = threadIdx.x / LANES, team = threadIdx.x % LANES / 32;
+    if ((threadIdx.x & 31) == 0) means[group][team] = mean, rests[group][team] = squares;
+    __syncthreads();
+    mean = squares = 0;
+#pragma unroll
+    for (int other = 0; other < kTeams; ++other) mean += means[group][other] * elements_of(other);
+    mean *= kShare;
+#pragma unroll
+    for (int other = 0; other < kTeams; ++other) {
+      float apart = means[group][other] - mean;
+      squares += rests[group][other] + apart * apart * elements_of(other);
+    }
+  }
+  return Row{mean, rsqrtf(squares * kShare + eps)};
+}
 
 // The normalised value of an element from what was kept of it.
 __device__ __forceinline__ float normalised(float saved, Row row, float weight, float bias, float least) {

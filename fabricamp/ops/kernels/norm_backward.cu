@@ -1,10 +1,13 @@
 // The gradients of LayerNorm and RMSNorm, for rows that fit into the registers of their threads.  SUMS: a block goes over rows and
-// keeps the sums of its columns, so that one reading serves input, weight and bias; AHEAD: it reads the next row before it
-// computes this one.  norm_columns.cu makes the sums where they do not fit.
+// keeps the sums of its columns, so that one reading serves input, weight and bias: 1 in registers, 2 in dynamic shared memory
+// (then GROUPS is 1).  AHEAD: it reads the next row before it computes this one, else each pack of it as this one's is done with.
+// norm_columns.cu makes the sums where they do not fit.
 #include "common.cuh"
 #include "norm.cuh"
 
 constexpr int kSums = WEIGHT + BIAS;
+constexpr bool kShared = SUMS == 2;
+constexpr bool kRefill = SUMS && !AHEAD;
 
 template <typename T> struct Tile {
   Pack<T, VECTOR> item[ITEMS];
@@ -18,18 +21,28 @@ template <typename T> struct Tile {
 };
 
 struct Held {
-  Tile<SAVED> saved;
-  Tile<OUTPUT> gradient;
+  Packed<SAVED> saved[ITEMS];
+  Packed<OUTPUT> gradient[ITEMS];
   Row row;
 };
 
 // Sums of columns over the rows of this block.
 struct Columns {
-  float weight[SUMS && WEIGHT ? ITEMS : 1][VECTOR];
-  float bias[SUMS && BIAS ? ITEMS : 1][VECTOR];
+  float weight[SUMS == 1 && WEIGHT ? ITEMS : 1][VECTOR];
+  float bias[SUMS == 1 && BIAS ? ITEMS : 1][VECTOR];
 };
 
-#if SUMS
+#if SUMS == 1
+__device__ __forceinline__ void clear(Columns& columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      if (WEIGHT) columns.weight[i][j] = 0;
+      if (BIAS) columns.bias[i][j] = 0;
+    }
+}
+
 __device__ __forceinline__ void keep(float* totals, const float (&sums)[VECTOR], int column, bool first) {
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) totals[column + j] = first ? sums[j] : totals[column + j] + sums[j];
@@ -57,6 +70,44 @@ __device__ __forceinline__ void write_sums(const Columns& columns, float* partia
   __syncthreads();
   for (int i = threadIdx.x; i < kSums * WIDTH; i += kThreads) own[i] = totals[i];
 }
+#elif SUMS == 2
+// A thread's sums are its own: no barriers.  Its 16 bytes lie beside those of its neighbours, so that no two share a bank.
+constexpr int kPart = VECTOR < 4 ? VECTOR : 4;
+constexpr int kParts = VECTOR / kPart;
+
+__device__ __forceinline__ Pack<float, kPart>& part_of(int sum, int i, int k, int lane) {
+  extern __shared__ Pack<float, kPart> totals[];
+  return totals[((sum * ITEMS + i) * kParts + k) * LANES + lane];
+}
+
+__device__ __forceinline__ void clear(Columns&, int lane) {
+#pragma unroll
+  for (int i = 0; i < kSums * ITEMS * kParts; ++i) part_of(0, 0, i, lane) = Pack<float, kPart>{};
+}
+
+__device__ __forceinline__ void add(int sum, int i, int lane, const float (&value)[VECTOR]) {
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    Pack<float, kPart> part = part_of(sum, i, k, lane);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) part.value[j] += value[k * kPart + j];
+    part_of(sum, i, k, lane) = part;
+  }
+}
+
+// Writes the block's sums: kSums rows of WIDTH.
+__device__ __forceinline__ void write_sums(const Columns&, float* partials, int lane, int group) {
+  float* own = partials + (int64)blockIdx.x * kSums * WIDTH;
+  for (int sum = 0; sum < kSums; ++sum)
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!inside(i, lane)) continue;
+#pragma unroll
+      for (int k = 0; k < kParts; ++k)
+#pragma unroll
+        for (int j = 0; j < kPart; ++j)
+          own[(int64)sum * WIDTH + column_of(i, lane) + k * kPart + j] = part_of(sum, i, k, lane).value[j];
+    }
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
@@ -66,75 +117,97 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
   int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, turn = 0;
   float least = (float)eps;
   Tile<PARAMETER> weights, biases;
-  if (WEIGHT) weights.read(weight, lane, true);
-  if (EFFICIENT && BIAS) biases.read(bias, lane, true);
+  if (WEIGHT && !kShared) weights.read(weight, lane, true);
+  if (EFFICIENT && BIAS && !kShared) biases.read(bias, lane, true);
   Columns columns;
 #if SUMS
+  clear(columns, lane);
+#endif
+  // Beyond the last row the last one is read again, for nobody: without a branch there are fewer registers to keep.
+  auto about = [&](int64 row) {
+    row = row < rows ? row : rows - 1;
+    return Row{CENTER && !EFFICIENT ? means[row] : 0.f, roots[row]};
+  };
+  auto fetch_item = [&](Held& held, int64 row, int i) {
+    row = row < rows ? row : rows - 1;
+    if (!inside(i, lane)) return;
+    held.saved[i] = streamed_at(saved + row * WIDTH, column_of(i, lane));
+    held.gradient[i] = streamed_at(gradients + row * WIDTH, column_of(i, lane));
+  };
+  auto fetch = [&](Held& held, int64 row) {
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i)
+    for (int i = 0; i < ITEMS; ++i) fetch_item(held, row, i);
+    held.row = about(row);
+  };
+  // With shared memory for the sums, registers are for rows: weight and bias come from the cache each time.
+  auto parameters_of = [&](int i, float (&factor)[VECTOR], float (&shift)[VECTOR]) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) factor[j] = 1.f, shift[j] = 0.f;
+    if (WEIGHT && kShared) load<VECTOR>(unknown(weight) + column_of(i, lane), factor);
+    if (EFFICIENT && BIAS && kShared) load<VECTOR>(unknown(bias) + column_of(i, lane), shift);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-      if (WEIGHT) columns.weight[i][j] = 0;
-      if (BIAS) columns.bias[i][j] = 0;
+      if (WEIGHT && !kShared) factor[j] = weights.at(i, j);
+      if (EFFICIENT && BIAS && !kShared) shift[j] = biases.at(i, j);
     }
-#endif
-  auto fetch = [&](Held& held, int64 row) {
-    bool there = row < rows;
-    held.saved.read(saved + row * WIDTH, lane, there);
-    held.gradient.read(gradients + row * WIDTH, lane, there);
-    held.row.root = there ? roots[row] : 0.f;
-    held.row.mean = CENTER && !EFFICIENT && there ? means[row] : 0.f;
-  };
-  auto factor_of = [&](int i, int j) { return WEIGHT ? weights.at(i, j) : 1.f; };
-  auto normalised_of = [&](const Held& held, int i, int j) {
-    return normalised(held.saved.at(i, j), held.row, factor_of(i, j), EFFICIENT && BIAS ? biases.at(i, j) : 0.f, least);
   };
   int64 step = (int64)gridDim.x * GROUPS;
   Held held, next;
   if (AHEAD) fetch(next, (int64)blockIdx.x * GROUPS + group);
+  else fetch(held, (int64)blockIdx.x * GROUPS + group);
   // All groups take the same number of turns: there are barriers inside.
   for (int64 first = (int64)blockIdx.x * GROUPS; first < rows; first += step) {
     int64 row = first + group;
     if (AHEAD) {
       held = next;
       fetch(next, row + step);
-    } else {
-      fetch(held, row);
     }
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)  // or they would be widened before the loop, into twice the registers
-      if (WEIGHT) forget(weights.item[i]);
     float sums[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) {
-        float gradient = held.gradient.at(i, j) * factor_of(i, j);
-        if (CENTER) sums[0] += gradient;
-        if (inside(i, lane)) sums[1] += gradient * normalised_of(held, i, j);
-      }
-    if (CENTER) row_sums(sums, turn);
-    else sums[1] = row_sum(sums[1], turn);
-    if (row >= rows) continue;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      forget(held.saved.item[i]);
-      forget(held.gradient.item[i]);
-    }
-    float shift = sums[0] * kShare, slope = sums[1] * kShare;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (!inside(i, lane)) continue;
-      float result[VECTOR];
+      auto value = unpacked<SAVED>(held.saved[i]);
+      auto upper = unpacked<OUTPUT>(held.gradient[i]);
+      if (WEIGHT && !kShared) forget(weights.item[i]);  // or it would be widened before the loop, into twice the registers
+      float factor[VECTOR], shift[VECTOR];
+      parameters_of(i, factor, shift);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
-        float gradient = held.gradient.at(i, j), value = normalised_of(held, i, j);
-        result[j] = (gradient * factor_of(i, j) - shift - value * slope) * held.row.root;
-        if (SUMS && WEIGHT) columns.weight[i][j] += gradient * value;
-        if (SUMS && BIAS) columns.bias[i][j] += gradient;
+        float gradient = widen(upper.value[j]) * factor[j];
+        if (CENTER) sums[0] += gradient;
+        sums[1] += gradient * normalised(widen(value.value[j]), held.row, factor[j], shift[j], least);
       }
+    }
+    if (CENTER) row_sums(sums, turn);
+    else sums[1] = row_sum(sums[1], turn);
+    if (row >= rows) continue;
+    float mean = sums[0] * kShare, slope = sums[1] * kShare;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!inside(i, lane)) continue;
+      auto value = unpacked<SAVED>(held.saved[i]);
+      auto upper = unpacked<OUTPUT>(held.gradient[i]);
+      float factor[VECTOR], shift[VECTOR], result[VECTOR], gradient[VECTOR];
+      parameters_of(i, factor, shift);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        gradient[j] = widen(upper.value[j]);
+        float normal = normalised(widen(value.value[j]), held.row, factor[j], shift[j], least);
+        result[j] = (gradient[j] * factor[j] - mean - normal * slope) * held.row.root;
+#if SUMS == 1
+        if (WEIGHT) columns.weight[i][j] += gradient[j] * normal;
+        if (BIAS) columns.bias[i][j] += gradient[j];
+#endif
+        factor[j] = gradient[j] * normal;
+      }
+#if SUMS == 2
+      if (WEIGHT) add(0, i, lane, factor);
+      if (BIAS) add(WEIGHT, i, lane, gradient);
+#endif
+      if (kRefill) fetch_item(held, row + step, i);
       store<VECTOR>(out + row * WIDTH + column_of(i, lane), result);
     }
+    if (kRefill) held.row = about(row + step);
   }
 #if SUMS
   write_sums(columns, partials, lane, group);

@@ -1,34 +1,58 @@
-// LayerNorm and RMSNorm of rows that are too wide for registers: a block reads its row for the mean, for the variance and to
-// normalise it, from the cache after the first time.
+// LayerNorm and RMSNorm of rows that are too wide for registers: a block reads its row for mean and variance, and from the cache
+// to normalise it.
 #include "common.cuh"
 #include "norm.cuh"
+
+// Puts a pack to what a thread has of its row: mean, squares of the distances from it, and packs so far.
+__device__ __forceinline__ void add(const float (&value)[VECTOR], float& mean, float& squares, float& packs) {
+  float own = 0, rest = 0;
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) own += value[j];
+  own *= 1.f / VECTOR;
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) rest += (value[j] - own) * (value[j] - own);
+  float apart = own - mean, share = 1.f / (packs + 1);
+  mean += apart * share;
+  squares += rest + apart * apart * (VECTOR * packs * share);
+  packs += 1;
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_forward_wide(
     const INPUT* __restrict__ input, const PARAMETER* __restrict__ weight, const PARAMETER* __restrict__ bias,
     OUTPUT* __restrict__ output, float* __restrict__ means, float* __restrict__ roots, int64 rows, double eps) {
-  int turn = 0;
   const INPUT* from = input + (int64)blockIdx.x * WIDTH;
   OUTPUT* to = output + (int64)blockIdx.x * WIDTH;
-  float value[VECTOR], mean = 0, squares = 0;
+  float value[VECTOR];
 #if CENTER
+  float mean[1] = {0}, squares[1] = {0}, packs = 0;
+#pragma unroll 4
+  for (int pack = threadIdx.x; pack < kPacks; pack += LANES) {
+    load<VECTOR>(from + (int64)pack * VECTOR, value);
+    add(value, mean[0], squares[0], packs);
+  }
+  // From the threads' to the warp's.
+  float own = mean[0], count = packs * VECTOR;
+  mean[0] *= count;
+  team_sums(mean);
+  mean[0] /= elements_of(threadIdx.x / 32);
+  squares[0] += (own - mean[0]) * (own - mean[0]) * count;
+  team_sums(squares);
+  Row about = merged(mean[0], squares[0], (float)eps);
+#else
+  int turn = 0;
+  float squares[1] = {0};
 #pragma unroll 4
   for (int pack = threadIdx.x; pack < kPacks; pack += LANES) {
     load<VECTOR>(from + (int64)pack * VECTOR, value);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) mean += value[j];
+    for (int j = 0; j < VECTOR; ++j) squares[0] += value[j] * value[j];
   }
-  mean = row_sum(mean, turn) * kShare;
+  row_sums(squares, turn);
+  Row about{0.f, rsqrtf(squares[0] * kShare + (float)eps)};
 #endif
-#pragma unroll 4
-  for (int pack = threadIdx.x; pack < kPacks; pack += LANES) {
-    load<VECTOR>(from + (int64)pack * VECTOR, value);
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) squares += (value[j] - mean) * (value[j] - mean);
-  }
-  float root = rsqrtf(row_sum(squares, turn) * kShare + (float)eps);
   if (threadIdx.x == 0) {
-    roots[blockIdx.x] = root;
-    if (CENTER) means[blockIdx.x] = mean;
+    roots[blockIdx.x] = about.root;
+    if (CENTER) means[blockIdx.x] = about.mean;
   }
 #pragma unroll 2
   for (int pack = threadIdx.x; pack < kPacks; pack += LANES) {
@@ -39,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_forward_wide(
     if (BIAS) load<VECTOR>(bias + column, shift);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-      value[j] = (value[j] - mean) * root;
+      value[j] = (value[j] - about.mean) * about.root;
       if (WEIGHT) value[j] *= factor[j];
       if (BIAS) value[j] += shift[j];
     }
