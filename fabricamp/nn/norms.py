@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+class NoParametersError(ConfigError, RuntimeError):
+    """A Mixed norm that was to have no parameters; a ``RuntimeError`` too, as apex's users expect."""
+
+
 class FusedLayerNorm(nn.LayerNorm):
     """torch's LayerNorm by kernels where they are faster; parameters, state dict and attributes are the same.
 
@@ -154,7 +158,7 @@ def _affine(name: str, given: dict[str, Any]) -> bool:
     if "elementwise_affine" not in given:
         return True
     if not given.pop("elementwise_affine"):
-        raise ConfigError(
+        raise NoParametersError(
             f"{name}(elementwise_affine=False): its output takes the dtype of its parameters; use "
             f"{name.removeprefix('Mixed')} for a norm without any"
         )

@@ -149,7 +149,7 @@ class DelayedDDP(ProcessGroupStrategy):
         if self.world_size == 1:
             return step
         if not self.delay_allreduce:
-            self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, self.device)
+            self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, self.device, module)
         if not self.broadcast_buffers or next(module.buffers(), None) is None:
             return step
         self._shared = module if automatic else None

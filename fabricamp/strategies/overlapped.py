@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabricamp.errors import DistributedError
+from fabricamp.nn import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +37,20 @@ class Lane(NamedTuple):
 
 
 def lanes_for(
-    count: int, communicators: tuple[Sequence[Any], Sequence[Any]] | None, device: torch.device
+    count: int, communicators: tuple[Sequence[Any], Sequence[Any]] | None, device: torch.device, module: nn.Module
 ) -> list[Lane]:
-    """Returns ``count`` lanes of ``communicators`` (groups, streams), or of their own; every rank calls it."""
+    """Returns ``count`` lanes of ``communicators`` (groups, streams), or of their own; every rank calls it.
+
+    Where layers of ``module`` exchange statistics in backward, the default group is theirs: ranks whose backwards reach different
+    parameters send messages at different moments of it, and one's message would meet another's statistics.
+    """
     if communicators is not None:
         groups, streams = communicators
         return [Lane(group, stream) for group, stream in zip(groups, streams, strict=True)]
     cuda = device.type == "cuda"
+    shared = not any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules())
     return [
-        Lane(dist.new_group() if number else None, torch.cuda.Stream(device) if cuda else None)
+        Lane(None if shared and not number else dist.new_group(), torch.cuda.Stream(device) if cuda else None)
         for number in range(count)
     ]
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from fabricamp.strategies.overlapped import Lane
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "wrappers_of"]
 
 logger = logging.getLogger("fabricamp")
 
@@ -106,6 +107,8 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.rank, self.world_size = _share(module)
         self._open()
+        if self._overlaps:
+            self._open_lanes()
 
     def _open(self) -> None:
         """Makes what belongs to this process: a copy or pickle of the wrapper has its own."""
@@ -117,16 +120,20 @@ class DistributedDataParallel(nn.Module):
             message_size=math.inf if self.delay_allreduce else self.message_size,
             triggers=self.allreduce_trigger_params,
         )
+        _wrappers.add(self)
+        self._overlaps = not self.delay_allreduce and self.world_size > 1
         self._lanes: list[Lane] = []
-        if not self.delay_allreduce and self.world_size > 1:
-            device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
-            self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, device)
         self._overlap: Overlap | None = None
         self._task = -1
         self._handles: list[RemovableHandle] = []
 
+    def _open_lanes(self) -> None:
+        # Not for a copy before it trains: one rank alone may make one, to average weights, and all have to open a group.
+        device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
+        self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, device, self.module)
+
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_layout", "_lanes", "_overlap", "_task", "_handles")
+        own = ("_layout", "_overlaps", "_lanes", "_overlap", "_task", "_handles")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,9 +177,11 @@ class DistributedDataParallel(nn.Module):
         """Takes in what has changed in the parameters; returns whether there are any to train."""
         flat = self._layout.refresh()
         overlap = self._overlap
-        if self._lanes and (overlap is None or overlap.flat is not flat):
+        if self._overlaps and (overlap is None or overlap.flat is not flat):
             if overlap is not None:
                 overlap.detach()
+            if not self._lanes:
+                self._open_lanes()
             self._overlap = Overlap(flat, self._lanes) if flat.messages else None
         return bool(flat.messages)
 
@@ -202,6 +211,11 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._enabled = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether forwards of now are followed by an exchange; by the name that it has in torch's class."""
+        return self._enabled
 
     @property
     def needs_refresh(self) -> bool:
@@ -297,4 +311,10 @@ def _tell_of(names: Sequence[str]) -> None:
         )
 
 
+def wrappers_of(parameters: set[int]) -> list[DistributedDataParallel]:
+    """Returns the wrappers around a module that has one of ``parameters`` (ids)."""
+    return [one for one in _wrappers if any(id(parameter) in parameters for parameter in one.module.parameters())]
+
+
 _told: list[bool] = []
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()

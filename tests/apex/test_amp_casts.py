@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -265,23 +263,29 @@ def test_apex_215_gradient_penalty():
     optimizer.step()
 
 
-def test_lists_can_be_added_to(caplog):
+def test_apex_656_lists_can_be_edited():
     lists = amp.lists.functional_overrides
     assert "linear" in lists.FP16_FUNCS
     assert "softmax" in amp.lists.torch_overrides.CASTS or "softmax" in lists.FP32_FUNCS
     assert amp.lists.tensor_overrides.MODULE is torch.Tensor
+    x, weight = torch.ones(2, 2), torch.nn.Parameter(torch.ones(2, 2))
     lists.FP32_FUNCS.append("relu")
-    lists.FP32_FUNCS.remove("gelu")
+    lists.FP16_FUNCS.remove("linear")
     try:
-        with caplog.at_level(logging.WARNING, "fabricamp"):
-            start("O1")
-        assert F.relu(torch.ones(2).half()).dtype is torch.float32
-        assert "gelu" in caplog.text
+        start("O1")
+        assert F.relu(x.half()).dtype is torch.float32
+        assert F.linear(x, weight).dtype is torch.float32
+        assert torch.mm(x, weight).dtype is torch.float16
+        amp.shutdown()
+        assert F.relu(x.half()).dtype is torch.float16
+        lists.FP32_FUNCS.append("linear")  # from one list to the other
+        start("O1")
+        assert F.linear(x.half(), weight).dtype is torch.float32
     finally:
-        lists.FP32_FUNCS.remove("relu")
-        lists.FP32_FUNCS.append("gelu")
-    amp.shutdown()
-    assert F.relu(torch.ones(2).half()).dtype is torch.float16
+        lists.FP32_FUNCS[:] = [name for name in lists.FP32_FUNCS if name not in ("relu", "linear")]
+        lists.FP16_FUNCS.append("linear")
+    start("O1")
+    assert F.linear(x, weight).dtype is torch.float16
 
 
 def test_verbosity_2_prints_the_lists(capsys):

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from fabricamp.apex import amp
+from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.amp.scaler import LossScaler
-from tests.apex.amp_nets import loss_of, start, train
+from fabricamp.apex.multi_tensor_apply import multi_tensor_applier
+from fabricamp.apex.optimizers import FusedAdam
+from tests.apex.amp_nets import loss_of, same, snapshot, start, train
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,52 @@ def test_modules_and_the_instance():
     assert _amp_state.opt_properties.patch_torch_functions is True
     with pytest.raises(AttributeError):
         _amp_state.opt_properties.loss_scal = 3
+
+
+OPTIONS = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+}
+
+
+@pytest.mark.parametrize("level", OPTIONS)
+def test_the_state_that_scripts_read(level):
+    mm = torch.mm
+    start(level)
+    state = amp._amp_state
+    assert amp.frontend._amp_state is state
+    options = state.opt_properties
+    assert (options.enabled, options.opt_level) == (True, level)
+    found = (options.cast_model_type, options.patch_torch_functions, options.keep_batchnorm_fp32)
+    assert (*found, options.master_weights, options.loss_scale) == OPTIONS[level]
+    (scaler,) = state.loss_scalers
+    assert scaler.loss_scale() == scaler._loss_scale == (65536.0 if scaler.dynamic else 1.0)
+    assert (scaler._unskipped, scaler._scale_seq_len, scaler._has_overflow) == (0, 2000, False)
+    assert (scaler._overflow_buf.dtype, scaler._overflow_buf.tolist()) == (torch.int32, [0])
+    assert (scaler._min_loss_scale, scaler._max_loss_scale) == (None, 2.0**24)
+    assert scaler.update_scale() is False
+    assert scaler._unskipped == 1
+    scaler._scale_seq_len = 2
+    assert scaler.update_scale() is False
+    assert scaler.loss_scale() == (131072.0 if scaler.dynamic else 1.0)
+    state.handle._clear_cache()
+    assert state.handle.is_active() is (level == "O1")
+    state.handle._deactivate()
+    assert not state.handle.is_active()
+    assert torch.mm is mm
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    assert (state.hard_override, state.allow_incoming_model_not_fp32, state.verbosity) == (False, False, 0)
+
+
+def test_the_flag_of_an_optimizer_keeps_what_is_written():
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(2))])
+    flag = optimizer._dummy_overflow_buf
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[torch.tensor([float("inf")])], [torch.ones(1)]], 1.0)
+    assert optimizer._dummy_overflow_buf.tolist() == [1]
+    optimizer._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+    assert optimizer._dummy_overflow_buf.tolist() == [0]
 
 
 def test_the_stash_of_an_optimizer():
@@ -74,32 +123,29 @@ def test_the_four_methods_by_hand():
     assert torch.equal(model.last.bias, torch.full((3,), 0.5, dtype=torch.float16))
 
 
-def test_dle_397_masters_saved_and_restored_by_hand():
+def test_dle_397_masters_saved_and_restored_by_hand(tmp_path):
     """As NVIDIA's BERT resumes: private lazy init, the optimizer's state, then the list of masters."""
-    model, optimizer = start("O2", "FusedLAMB")
+    model, optimizer = start("O2", "FusedLAMB", loss_scale=128.0)
     train(model, optimizer, range(4))
     saved = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "master params": list(amp.master_params(optimizer)),
     }
-    straight = train(model, optimizer, range(4, 8))
-    del straight
-    file = "bert.pt"
-    torch.save(saved, file)
-    expected = [one.detach().clone() for one in amp.master_params(optimizer)]
-    saved = torch.load(file, weights_only=False)
+    torch.save(saved, tmp_path / "bert.pt")
+    expected = train(model, optimizer, range(4, 8)), snapshot(model, optimizer)
     amp.shutdown()
 
-    model, optimizer = start("O2", "FusedLAMB", seed=3)
+    saved = torch.load(tmp_path / "bert.pt", weights_only=False)
+    model, optimizer = start("O2", "FusedLAMB", seed=3, loss_scale=128.0)
     model.load_state_dict(saved["model"])
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
     optimizer.load_state_dict(saved["optimizer"])
     for param, saved_param in zip(amp.master_params(optimizer), saved["master params"], strict=True):
         param.data.copy_(saved_param.data)
-    train(model, optimizer, [])
-    assert len(expected) == len(list(amp.master_params(optimizer)))
+    assert train(model, optimizer, range(4, 8)) == expected[0]
+    assert same(snapshot(model, optimizer), expected[1])
 
 
 def test_init_loss_scale_as_bert_sets_it():

@@ -82,9 +82,75 @@ def refused():
         amp.initialize(DistributedDataParallel(net()), opt_level="O2", verbosity=0)
 
 
+def passes(wrapped, optimizer, *, exchanged, bad=()):
+    """Two micro-batches as scripts write them, the first one within ``no_sync`` unless ``exchanged``."""
+    first = contextlib.nullcontext if exchanged else wrapped.no_sync
+    for index, context in enumerate([first, contextlib.nullcontext]):
+        with context(), amp.scale_loss(loss_of(wrapped, 10 * dist.get_rank() + index), optimizer) as scaled_loss:
+            (scaled_loss * (float("inf") if (dist.get_rank(), index) in bad else 1.0)).backward()
+
+
+def average_of_two_passes():
+    model = net()
+    for index in range(2):
+        loss_of(model, 10 * dist.get_rank() + index).backward()
+    gradients = [one.grad for one in model.parameters()]
+    for one in gradients:
+        dist.all_reduce(one)
+    return [one / dist.get_world_size() for one in gradients]
+
+
+def check_accumulated(wrapper, level):
+    """apex#708: what passes without an exchange left is averaged too."""
+    expected = average_of_two_passes()
+    for exchanged in (False, True):
+        model, optimizer = start(level, "FusedAdam")
+        wrapped = WRAPPERS[wrapper](model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            passes(wrapped, optimizer, exchanged=exchanged)
+        for one, other in zip(amp.master_params(optimizer), expected, strict=True):
+            assert torch.allclose(one.grad, other, rtol=2e-2, atol=2e-3)
+        amp.shutdown()
+
+
+def skipped_window(wrapper):
+    model, optimizer = start("O2", "FusedAdam")
+    wrapped = WRAPPERS[wrapper](model)
+    train(wrapped, optimizer, [0])
+    before = [one.detach().clone() for one in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    passes(wrapped, optimizer, exchanged=False, bad=[(1, 0)])
+    optimizer.step()
+    assert all(map(torch.equal, before, amp.master_params(optimizer)))
+    result = amp.state_dict()
+    amp.shutdown()
+    return result
+
+
+def steps_of_their_own(wrapper):
+    model, optimizer = start("O2", "FusedAdam")
+    wrapped = WRAPPERS[wrapper](model)
+    train(wrapped, optimizer, [0])
+    before = model.last.bias.detach().clone()
+    optimizer.zero_grad()
+    with wrapped.no_sync(), amp.scale_loss(loss_of(wrapped, 1), optimizer) as scaled_loss:
+        (scaled_loss * (float("inf") if dist.get_rank() else 1.0)).backward()
+    optimizer.step()
+    assert torch.equal(before, model.last.bias) is (dist.get_rank() == 1)
+    result = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    amp.shutdown()
+    return result
+
+
 def everything():
     refused()
-    return overflow_lines(), [trained_values(*case) for case in CASES]
+    for wrapper in WRAPPERS:
+        for level in ("O1", "O2"):
+            check_accumulated(wrapper, level)
+    skipped = [skipped_window(wrapper) for wrapper in WRAPPERS]
+    own = [steps_of_their_own(wrapper) for wrapper in WRAPPERS]
+    return overflow_lines(), [trained_values(*case) for case in CASES], skipped, own
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +168,12 @@ def test_an_overflow_on_one_rank_skips_on_all_and_rank_0_tells(ranks):
     assert line.strip() == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
     assert silence == ""
     assert state == other == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 3}}
+
+
+def test_apex_708_an_overflow_in_a_pass_without_exchange_skips_on_all(ranks):
+    assert ranks[0][2] == ranks[1][2] == [{"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}] * len(WRAPPERS)
+
+
+def test_steps_without_an_exchange_are_judged_by_each_rank(ranks):
+    assert ranks[0][3] == [65536.0] * len(WRAPPERS)
+    assert ranks[1][3] == [32768.0] * len(WRAPPERS)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as OfTorch
 from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.nn import SyncBatchNorm
 from fabricamp.strategies import DistributedDataParallel, Reducer
 from tests.distributed.ranks import run_ranks
 from tests.strategies.test_ddp import Net, assert_equal, batch_of, gradients_of
@@ -330,6 +331,41 @@ def check_copies():
             assert net.module.first.weight.grad is None
 
 
+class Detour(nn.Module):
+    """Ranks may go different ways, which their messages notice between the layers that exchange statistics."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norms = nn.Linear(5, 8), nn.ModuleList([norm(8), norm(8)])
+        self.between, self.way, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, detour):
+        x = self.norms[1](self.between(self.norms[0](self.first(x)).relu()))
+        return self.last(x + self.way(x) if detour else x)
+
+
+def check_statistics_do_not_meet_messages():
+    net = Detour(SyncBatchNorm)
+    options = [{"message_size": 20}, {"delay_allreduce": True}]
+    models = [DistributedDataParallel(copy.deepcopy(net), **one) for one in options]
+    for index in range(5):
+        for model in models:
+            model.zero_grad()
+            loss_of(model(batch_of(dist.get_rank(), index), (index + dist.get_rank()) % 2 == 0)).backward()
+        assert_near(*[gradients_of(model) for model in models], dist.get_world_size())
+    of_torch = DistributedDataParallel(Detour(nn.SyncBatchNorm))
+    assert of_torch._lanes[0].group is not None
+
+
+def check_a_copy_on_one_rank():
+    """Averages of weights are often kept by rank 0 alone; a copy waits for nobody."""
+    model = DistributedDataParallel(Detour(SyncBatchNorm), message_size=20)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            copy.deepcopy(model).eval()(batch_of(0, 0), detour=True)
+    loss_of(copy.deepcopy(model)(batch_of(dist.get_rank(), 0), detour=True)).backward()
+
+
 def check_reducer():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = Net(seed=rank)
@@ -391,6 +427,8 @@ def script_checks():
     check_outputs()
     check_checkpointing()
     check_copies()
+    check_statistics_do_not_meet_messages()
+    check_a_copy_on_one_rank()
     check_reducer()
     check_arguments()
 

@@ -15,10 +15,12 @@ from fabricamp.apex.amp.amp import (
 )
 from fabricamp.apex.amp.frontend import initialize, load_state_dict, shutdown, state_dict
 from fabricamp.apex.amp.handle import disable_casts, scale_loss
+from fabricamp.apex.amp.utils import cast_to_model_type
 
 __all__ = [
     "_amp_state",
     "amp",
+    "cast_to_model_type",
     "compat",
     "disable_casts",
     "float_function",

@@ -52,6 +52,8 @@ class Conversion:
         self._model = weakref.ref(model)
         self._device = _device_of([model], [])
         self.wrapper_group: Any = None
+        self.wrapper: weakref.ref[TorchDDP] | None = None
+        self._notice: RemovableHandle | None = None
         dtype = level.cast_model_type
         outputs = level.cast_model_outputs or torch.float32
         if dtype is None:
@@ -66,7 +68,7 @@ class Conversion:
             make = functools.partial(OpenBoundary, dtype, outputs)
             self._handles += bound(model, converted, make, keep_batchnorm_fp32=keep)
             self.full.watch_saving(model.modules(), exact=self.has_masters)
-        if self.has_masters:
+        if self.has_masters or (dist.is_available() and dist.is_initialized()):
             self._notice = model.register_forward_pre_hook(_WrapperNotice(self))
             self._handles.append(self._notice)
 
@@ -80,7 +82,6 @@ class Conversion:
 
         The ranks of that wrapper do so together: its constructor gave them rank 0's half weights, which are no news to rank 0.
         """
-        self._notice.remove()
         edited = self.full.edited()
         if self.wrapper_group is None:
             self.full.take(edited)
@@ -89,6 +90,11 @@ class Conversion:
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.wrapper_group)
         if flag.item():
             self.full.refresh()
+
+    def stop_noticing(self) -> None:
+        """The first backward has ended: a wrapper that there is has been noticed by now."""
+        if self._notice is not None:
+            self._notice.remove()
 
     def adopt_half(self, parameters: Sequence[Tensor]) -> None:
         """Keeps fp32 values of half ``parameters`` that are in no model that was converted."""
@@ -106,7 +112,7 @@ class Conversion:
 
 
 class _WrapperNotice:
-    """A hook that tells a conversion which process group torch's wrapper around its model has; a copy tells nobody."""
+    """A hook that tells a conversion of torch's wrapper around its model, and of its process group; a copy tells nobody."""
 
     def __init__(self, conversion: Conversion | None) -> None:
         self._conversion = conversion
@@ -119,9 +125,10 @@ class _WrapperNotice:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         conversion = self._conversion
-        if conversion is not None and conversion.wrapper_group is None:
+        if conversion is not None and conversion.wrapper is None:
             wrapper = TorchDDP._active_ddp_module  # set while its forward runs
-            conversion.wrapper_group = None if wrapper is None else wrapper.process_group
+            if wrapper is not None:
+                conversion.wrapper, conversion.wrapper_group = weakref.ref(wrapper), wrapper.process_group
 
 
 def _attach(handles: list[RemovableHandle], model: nn.Module, boundary: OpenBoundary | CachingBoundary) -> None:

@@ -21,6 +21,8 @@ def process_optimizer(optimizer: Any) -> AmpOptimizerState:
     """Returns ``optimizer._amp_stash``, made where there is none, with amp's methods on the optimizer.
 
     They are bound methods: schedulers, which wrap ``step``, accept them, whether they were built before or after.
+    ``optimizer.last_step_skipped`` says, until the next backward, whether an overflow made the last step change nothing: a bool,
+    or a tensor of the device that decided, which only the host that asks waits for.
     """
     stash: AmpOptimizerState | None = optimizer.__dict__.get("_amp_stash")
     if stash is not None:
@@ -32,6 +34,7 @@ def process_optimizer(optimizer: Any) -> AmpOptimizerState:
         bound = _step_after_scheduler if name == "step" and watched else function
         setattr(optimizer, name, MethodType(bound, optimizer))
     optimizer._amp_stash = stash
+    optimizer.last_step_skipped = False
     if isinstance(optimizer, LARC):
         optimizer.optim._amp_stash = stash  # scripts give either to scale_loss
     stash.already_patched = True
@@ -50,7 +53,8 @@ def release(stash: AmpOptimizerState) -> None:
             del optimizer.__dict__[name]
         else:
             setattr(optimizer, name, stash.replaced[name])
-    optimizer.__dict__.pop("_amp_stash", None)
+    for name in ("_amp_stash", "last_step_skipped"):
+        optimizer.__dict__.pop(name, None)
     if isinstance(optimizer, LARC):
         optimizer.optim.__dict__.pop("_amp_stash", None)
     stash.binding.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, Gradient, pair
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
+from fabricamp.strategies.scripts import wrappers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +76,10 @@ class AmpOptimizerState(ParameterLists):
         self._told = False
         self._flagged = False
         self.kept: list[Tensor | None] = []
+        self.settle: Callable[[], None] | None = None
+        """What unscales and checks the window's gradients, which so far are this rank's alone."""
+        self._resent = False
+        self._wrappers: list[weakref.ref[Any]] = []
         self.binding = Binding(optimizer, _LiveMasters(), Blame(optimizer, 0), sums=False, exchanged=False)
         self._state = ops.StepState.on(_device_of(optimizer))
         self.own_step = optimizer.step
@@ -103,11 +109,28 @@ class AmpOptimizerState(ParameterLists):
         self.lazy_init()
         binding = self.binding
         binding.refresh()
-        self.kept = [target.grad for target in binding.targets]
+        self.kept, self._resent = [_own(target.grad) for target in binding.targets], False
         for holder, target in zip(binding.holders, binding.targets, strict=True):
             holder.grad = None
             if holder is not target:
                 target.grad = None
+
+    def is_local(self) -> bool:
+        """Returns whether a wrapper around the model is told, by ``no_sync`` or ``disable_allreduce``, to exchange nothing."""
+        wrappers = [wrapper() for wrapper in self._wrappers]
+        return any(one is not None and not one.require_backward_grad_sync for one in wrappers)
+
+    @torch.no_grad()
+    def resend(self, scale: Tensor | float) -> None:
+        """Puts back, scaled, what passes without an exchange left: the wrapper averages it with what the next one adds."""
+        self._resent = True
+        rows = [(kept, one) for one, kept in zip(self.binding.holders, self.kept, strict=True) if kept is not None]
+        for kept, holder in rows:
+            holder.grad = (kept * scale).to(holder.dtype) if kept.is_sparse else torch.empty_like(holder)
+        dense = [(kept, holder.grad) for kept, holder in rows if not kept.is_sparse]
+        if dense:
+            sources, places = zip(*dense, strict=True)
+            multiply(sources, places, scale)
 
     def restore(self) -> None:
         """Puts gradients of earlier passes back, after a backward that failed."""
@@ -123,7 +146,9 @@ class AmpOptimizerState(ParameterLists):
         binding, work = self.binding, _Unscaling([], [], [], [])
         binding.refresh()
         earlier = self.kept or [target.grad if holder is not target else None for holder, target in self.pairs()]
-        self.kept = []
+        if self._resent:  # what came earlier is in what comes now
+            earlier = [None] * len(earlier)
+        self.kept, self.settle, self._resent = [], None, False
         for holder, target, kept in zip(binding.holders, binding.targets, earlier, strict=True):
             new = holder.grad
             if id(holder) in seen:
@@ -159,8 +184,18 @@ class AmpOptimizerState(ParameterLists):
 
     def note_backward(self, *, scaled: bool) -> None:
         """Takes note that backward ran, and whether what it left is still scaled."""
+        if not self._ever_had_backward:
+            self._look_for_wrappers()
         self.had_backward = self._ever_had_backward = True
         self.params_have_scaled_gradients = scaled
+
+    def _look_for_wrappers(self) -> None:
+        holders = set(map(id, self.binding.holders))
+        self._wrappers = [weakref.ref(one) for one in wrappers_of(holders)]
+        for conversion in list(_amp_state.conversions.values()):
+            if conversion.holds(holders):
+                conversion.stop_noticing()
+                self._wrappers += [] if conversion.wrapper is None else [conversion.wrapper]
 
     def may_skip_on_device(self) -> bool:
         """Returns whether the next step can be left out without the host knowing."""
@@ -182,12 +217,16 @@ class AmpOptimizerState(ParameterLists):
         if closure is not None:
             return self._step_with(closure)
         self._check_order()
+        if self.settle is not None:
+            self.settle()
         result = None
         if self.skips:
             self.optimizer._opt_called = True  # schedulers ask, and this step was
         else:
             with _casts_off(), self._stepping():
                 result = self._update()
+        # Where the device decides, what it will say until the next backward: nobody who does not ask waits.
+        self.optimizer.last_step_skipped = self.skips or (self._state.found_inf if self._flagged else False)
         self._end_window()
         return result
 
@@ -258,6 +297,7 @@ class AmpOptimizerState(ParameterLists):
 
     def _end_window(self) -> None:
         self.skips = self.had_backward = self._flagged = False
+        self.settle = None
         for _, target in self.binding.apart:
             target.grad = None
 
@@ -272,7 +312,7 @@ class AmpOptimizerState(ParameterLists):
                 holder.grad.detach_().zero_()
             else:
                 holder.grad = None
-        self.kept = []
+        self.kept, self.settle, self._resent = [], None, False
         self.params_have_scaled_gradients = self.skips = self._flagged = self.had_backward = False
 
     def add_param_group(self, group: dict[str, Any]) -> None:
@@ -286,6 +326,11 @@ class AmpOptimizerState(ParameterLists):
 
 def _device_of(optimizer: Any) -> torch.device:
     return next((one.device for group in optimizer.param_groups for one in group["params"]), torch.device("cpu"))
+
+
+def _own(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that the next backward leaves alone: wrappers exchange each one's in the same memory, and show views of it."""
+    return gradient.clone() if gradient is not None and gradient._is_view() else gradient
 
 
 def _half_on_cpu(targets: list[Tensor]) -> bool:

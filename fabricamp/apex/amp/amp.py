@@ -70,16 +70,29 @@ def apply_registered(handle: AmpHandle, *, allow_banned: bool) -> None:
     """Replaces what was registered since the last time; ``handle`` remembers what was there."""
     handle._save_func(functional, "binary_cross_entropy", functional.binary_cross_entropy)
     functional.binary_cross_entropy = _binary_cross_entropy(functional.binary_cross_entropy, allow_banned=allow_banned)
-    rules = {
+    rules: dict[str, Callable[[Any, str], None]] = {
         "half": autocast.register_half_function,
         "float": autocast.register_float_function,
         "promote": autocast.register_promote_function,
+        "none": functools.partial(_leave, handle),
     }
-    listed = [_Registered(module, name, rules[rule]) for module, name, rule in lists.added() if hasattr(module, name)]
+    listed = [_Registered(module, name, rules[rule]) for module, name, rule in lists.changed() if hasattr(module, name)]
     for module, name, register in [*listed, *_registry]:
         handle._save_func(module, name, getattr(module, name))
         register(module, name)
     _registry.clear()
+
+
+def _leave(handle: AmpHandle, module: Any, name: str) -> None:
+    """Makes ``module.name`` take its arguments as they come."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with handle._disable_casts():
+            return function(*args, **options)
+
+    setattr(module, name, run)
 
 
 def _binary_cross_entropy(original: Callable[..., Any], *, allow_banned: bool) -> Callable[..., Any]:

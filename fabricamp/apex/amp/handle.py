@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +84,7 @@ def backward_pass(
         )
     plain = scaler.is_one and not any(one.has_masters for one in stashes)
     if not plain:
-        for stash in stashes:
-            if not stash.params_have_scaled_gradients:
-                stash.prepare()
+        _prepare(stashes, scaler)
     try:
         with handle.casts_off():
             yield wide if plain else scaler.scaled(wide)
@@ -97,8 +96,32 @@ def backward_pass(
         handle._clear_cache()
     for stash in stashes:
         stash.note_backward(scaled=not (plain or unscales))
-    if unscales and not plain:
-        _unscale(stashes, scaler, loss, loss_id, checks=checks)
+    if plain or not unscales:
+        return
+    # Ranks would judge gradients of their own each, and go on with scales of their own: the exchange carries what is not finite.
+    local = any(stash.is_local() for stash in stashes)
+    _unscale(stashes, scaler, loss, loss_id, checks=checks and not local)
+    if local:
+        for stash in stashes:
+            stash.settle = functools.partial(_settle, stash, scaler, loss.detach(), loss_id)
+
+
+def _prepare(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> None:
+    """Puts gradients of earlier passes aside, unless they wait for the exchange of this one."""
+    for stash in stashes:
+        if not stash.params_have_scaled_gradients:
+            stash.prepare()
+            if stash.settle is not None and not stash.is_local():
+                stash.resend(scaler.factor)
+
+
+def _settle(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id: int) -> None:
+    """A step without an exchange, each rank for itself: its gradients are judged now."""
+    if not scaler.dynamic:
+        return
+    stash.prepare()
+    stash.resend(scaler.factor)
+    _unscale([stash], scaler, loss, loss_id, checks=True)
 
 
 def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:

@@ -176,6 +176,11 @@ class LossScaler:
         return loss * self.moving.state.scale.to(loss.device, non_blocking=True)
 
     @property
+    def factor(self) -> Tensor | float:
+        """The scale of now, on the device where it moves."""
+        return self.moving.state.scale if self.dynamic else self._constant
+
+    @property
     def multiplier(self) -> Tensor | float:
         """What gradients are multiplied by, once :meth:`look` has seen them."""
         return self.moving.state.multiplier if self.dynamic else 1.0 / self._constant

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from fabricamp.apex.amp._amp_state import _amp_state
 from fabricamp.precision.casting import cast_tensors
 
-__all__ = ["casted_args", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "type_string"]
+__all__ = ["cast_to_model_type", "casted_args", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "type_string"]
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -38,6 +39,16 @@ def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Returns ``x`` with its half tensors, nested ones too, in fp32; fp64 stays."""
     return _cast(x, torch.float32)
+
+
+def cast_to_model_type(x: Any) -> Any:
+    """Returns ``x`` with its floating tensors, nested ones too, in the dtype that ``initialize`` gave the model; fp64 stays.
+
+    For what a half model's forward makes itself, and for weights of a loss.  At O1, and without amp, ``x`` is as it was.
+    """
+    properties = _amp_state.__dict__.get("opt_properties")
+    dtype = None if properties is None else properties.cast_model_type
+    return _cast(x, dtype) if dtype else x
 
 
 def casted_args(cast_fn: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ class Overflow:
 
     param_groups: list[dict[str, Any]]
 
-    @property
+    @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
         parameters = self.param_groups[0]["params"]
         return torch.zeros(1, dtype=torch.int32, device=parameters[0].device if parameters else "cpu")

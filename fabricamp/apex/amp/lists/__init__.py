@@ -1,8 +1,7 @@
-"""What O1 casts, by name.  torch.autocast does it; a name that a script adds is cast too, one that it removes is told of."""
+"""What O1 casts, by name.  torch.autocast does it; a name that a script adds is cast too, one that it removes is not."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
@@ -10,9 +9,7 @@ from fabricamp.apex.amp.lists import functional_overrides, tensor_overrides, tor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["added", "describe", "functional_overrides", "tensor_overrides", "torch_overrides"]
-
-logger = logging.getLogger("fabricamp")
+__all__ = ["changed", "describe", "functional_overrides", "tensor_overrides", "torch_overrides"]
 
 _RULES = {"FP16_FUNCS": "half", "FP32_FUNCS": "float", "CASTS": "promote"}
 _MODULES = (torch_overrides, functional_overrides, tensor_overrides)
@@ -21,18 +18,18 @@ _AS_SHIPPED = {
 }
 
 
-def added() -> Iterator[tuple[Any, str, str]]:
-    """Yields (module, function name, "half", "float" or "promote") of what scripts have added to the lists."""
+def changed() -> Iterator[tuple[Any, str, str]]:
+    """Yields (module, function name, "half", "float", "promote" or "none") of what scripts have added to the lists or removed."""
     for (module, key), shipped in _AS_SHIPPED.items():
         names = getattr(module, key)
         yield from ((module.MODULE, name, _RULES[key]) for name in names if name not in shipped)
-        removed = sorted(shipped.difference(names))
-        if removed:
-            logger.warning(
-                "fabricamp: %s are no longer in amp.lists' %s, and torch.autocast still casts them; call such a function inside "
-                "amp.disable_casts()",
-                ", ".join(removed), key,
-            )  # fmt: skip
+        removed = shipped.difference(*_names_of(module))
+        yield from ((module.MODULE, name, "none") for name in sorted(removed))
+
+
+def _names_of(module: Any) -> list[list[str]]:
+    """The lists of a module as they are now: a name may go from one to another."""
+    return [getattr(module, key) for key in _RULES if hasattr(module, key)]
 
 
 def describe() -> str:
