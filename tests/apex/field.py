@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import random
 import re
 import socket
 from pathlib import Path
@@ -106,10 +107,15 @@ def _logged(lines: io.StringIO) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """A port of this machine that nobody listens at.
+
+    Not one of those that connections get by themselves: a rank that comes before the listener could then connect to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_768)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def import_what_scripts_do() -> None:

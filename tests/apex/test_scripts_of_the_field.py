@@ -145,7 +145,8 @@ def test_torchs_launcher_starts_it(tmp_path):
     command += ["-m", "fabricamp.apex", "main.py"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    weights = re.findall(r"weights (\[.*?\])", done.stdout)  # two processes write: lines may run together
+    # Two processes write, by `python -u` each word by itself: a list of numbers is one.
+    weights = re.findall(r"\[-?\d[^\]]*\]", done.stdout)
     assert len(weights) == 2
     assert len(set(weights)) == 1
 
