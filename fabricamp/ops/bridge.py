@@ -285,7 +285,4 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
         choice = Backend("torch", f"its tensors are on {chosen.type}")
     else:
         choice = Backend("torch", str(_cupy_obstacle()))
-    from fabricamp.ops.batch_norm_exchange import exchange_on  # which stands on this module
-
-    meets = Backend(choice.name, f"{choice.reason}; {exchange_on(chosen)}")
-    return {**dict.fromkeys(_FILES, choice), "sync_batch_norm": meets}
+    return dict.fromkeys(_FILES, choice)

@@ -17,6 +17,7 @@ import torch
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import bridge
+from fabricamp.ops.batch_norm_exchange import exchange_on
 from fabricamp.ops.bridge import Backend, runs_kernels
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
     """
     found = bridge.backend(device)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name, reason = found["sync_batch_norm"]
+    found["sync_batch_norm"] = Backend(name, f"{reason}; {exchange_on(place)}")
     if place.type != "cuda" or not runs_kernels(place):
         return found
     card = _card(capability(place))

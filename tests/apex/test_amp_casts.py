@@ -141,10 +141,14 @@ def test_apex_102_recurrent_layers(kind):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for level in ("O1", "O2", "O3"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        before = [one.detach().clone() for one in model.parameters()]
         optimizer.zero_grad()
         with amp.scale_loss(model(torch.ones(2, 3, 4))[0].float().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
+        after = list(model.parameters())
+        assert all(one.isfinite().all() for one in after)
+        assert not any(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
 def test_an_lstm_on_cpu_is_refused_at_o1():

@@ -480,7 +480,9 @@ def test_apex_698_a_fresh_fused_novograd():
     optimizer = FusedNovoGrad(model.parameters(), lr=0.01)
     for level in LEVELS:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        before = [one.detach().clone() for one in amp.master_params(optimizer)]
         train(model, optimizer, range(2))
+        assert not any(torch.equal(*pair) for pair in zip(before, amp.master_params(optimizer), strict=True))
 
 
 @pytest.mark.parametrize("level", LEVELS)

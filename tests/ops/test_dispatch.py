@@ -140,7 +140,8 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch):
 def test_steps_of_the_measurement_run():
     for case in measure.CASES.values():
         for dtype in case.dtypes:
-            case.step(dtype, 3, 16, torch.device("cpu"))()
+            gradients = case.step(dtype, 3, 16, torch.device("cpu"))()
+            assert all(one.isfinite().all() for one in gradients)
 
 
 @pytest.mark.gpu
