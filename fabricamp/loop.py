@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+
 from fabricamp.data import set_epoch
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import call_all
@@ -12,6 +15,8 @@ from fabricamp.state import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.autograd.graph import GradientEdge
 
     from fabricamp.parts import FitParts
     from fabricamp.update import Update
@@ -34,6 +39,7 @@ class FitLoop:
         self._max_steps = parts.limits.max_steps
         self._validates = parts.validate is not None
         self._due = 0
+        self._gradient_edges: list[GradientEdge] = []
 
     def run(self) -> None:
         """Trains until a limit or a stop."""
@@ -79,6 +85,10 @@ class FitLoop:
         if step is not self._step:
             self._step = step
             self.update.use(step)
+        # The graph's ends at the parameters.  A step's graph is gone before the next one is built; unless somebody holds its ends,
+        # they are made anew each time, and each takes the interpreter's lock for it.
+        trained = [one for one in self.parts.module.parameters() if one.requires_grad and not is_lazy(one)]
+        self._gradient_edges = [get_gradient_edge(one) for one in trained]
 
     def _take_up(self) -> None:
         """Once in a resumed run: its generators, and what the step before the cut has still to be followed by."""
