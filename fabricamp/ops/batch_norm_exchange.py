@@ -103,10 +103,9 @@ class BatchNormExchange:
             return Route("collective", "asked for", rank, ranks, group)
         workspace, obstacle = workspace_of(group, device)
         if workspace is not None:
-            words = 2 * ranks * (2 * self.channels + 1)
-            return Route(
-                "peer", "ranks write each other's memory", rank, ranks, group, workspace, workspace.slot(words)
-            )
+            words = 2 * ranks * 2 * self.channels
+            slot = workspace.slot(words, self.channels)
+            return Route("peer", "ranks write each other's memory", rank, ranks, group, workspace, slot)
         if choice == "peer":
             raise ConfigError(f"the exchange 'peer' of a SyncBatchNorm cannot work here: {obstacle}; use 'collective'")
         return Route("collective", obstacle, rank, ranks, group)

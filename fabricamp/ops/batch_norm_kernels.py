@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fabricamp.ops import bridge
 from fabricamp.ops.batch_norm_exchange import gather
+from fabricamp.ops.batch_norm_geometry import WIDEST, Geometry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["KernelMemory", "KernelPlan", "serves"]
 
 THREADS = 512
-_FEWEST_THREADS: Final = 128
-_WIDEST: Final = 64
-"""The most channels of a tile."""
 _SOME_ADDRESS: Final = 1
 """An empty gradient has none, and is wanted all the same."""
-_TILE_BYTES: Final = 128  # of neighbouring channels: a line of the cache
 _POINTERS: Final = [
     "x",
     "z",
@@ -45,23 +42,19 @@ _POINTERS: Final = [
     "local",
     "gathered",
     "peers",
+    "own",
     "exchanges",
     "failed",
     "host_failed",
 ]
-_NUMBERS: Final = [
-    "rank",
-    "ranks",
-    "timeout",
-    "channels",
-    "positions",
-    "length",
-    "splits",
-    "per_split",
-    "tiles",
-    "columns",
-]
+_NUMBERS: Final = ["rank", "ranks", "timeout", "channels", "positions", "length"]
 _SERVED: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Tiling(ctypes.Structure):
+    """``Tiling`` of kernels/batch_norm.cuh."""
+
+    _fields_ = tuple((name, ctypes.c_longlong) for name in ("tiles", "splits", "per_split", "column_bits", "lane_bits"))
 
 
 class _Layer(ctypes.Structure):
@@ -69,6 +62,8 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_longlong) for name in (*_POINTERS, *_NUMBERS)],
+        ("sums", _Tiling),
+        ("spread", _Tiling),
         ("eps", ctypes.c_double),
         ("momentum", ctypes.c_double),
     )
@@ -96,51 +91,13 @@ def _blocks(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _Geometry:
-    """How values of one shape and layout lie: in planes of a channel, or with the channels side by side."""
-
-    def __init__(self, x: Tensor, blocks: int, *, channel_last: bool) -> None:
-        view = x.movedim(-1, 1) if channel_last else x
-        self.channels = view.shape[1]
-        self.count = view.numel() // self.channels if self.channels else 0
-        plane = self.count // view.shape[0] if view.shape[0] else 0
-        self.planes = plane > 1 and view.is_contiguous()
-        self.dense = self.planes or view.movedim(1, -1).is_contiguous()
-        inner = plane if self.planes else self.channels
-        widest = 16 // x.element_size()
-        self.vector = next(width for width in (8, 4, 2, 1) if width <= widest and inner % width == 0)
-        self.positions = self.count // self.vector if self.planes else self.count
-        self.length = plane // self.vector if self.planes else 0
-        vectors = -(-self.channels // self.vector)
-        most = min(32, _TILE_BYTES // (self.vector * x.element_size()))
-        self.columns = 1 if self.planes else min(most, 1 << max(vectors - 1, 0).bit_length())
-        self.tiles = self.channels if self.planes else -(-vectors // self.columns)
-        self.threads = THREADS
-        # Of many small planes, as many at once as fit.
-        while self.planes and self.threads > _FEWEST_THREADS and self.tiles > blocks * (THREADS // self.threads):
-            self.threads //= 2
-        lanes = self.threads // self.columns
-        most_splits = max(1, -(-self.positions // lanes))
-        self.splits = max(1, min(most_splits, blocks // max(1, self.tiles)))
-
-    @property
-    def per_split(self) -> int:
-        """Positions of each split but the last."""
-        return -(-self.positions // self.splits)
-
-    @property
-    def width(self) -> int:
-        """Channels of a tile."""
-        return self.columns * (1 if self.planes else self.vector)
-
-
 class KernelMemory:
     """What the kernels of a layer keep between launches on one device, enough for all shapes: a captured graph may use it."""
 
     def __init__(self, channels: int, route: Route, device: torch.device) -> None:
         row = 2 * channels + 1
-        self.partial = torch.empty(_WIDEST * (_blocks(device) + 1) + channels, dtype=torch.int64, device=device)
-        self.tickets = torch.zeros(channels + 1, dtype=torch.int32, device=device)
+        self.partial = torch.empty(WIDEST * (_blocks(device) + 1) + channels, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(channels, dtype=torch.int32, device=device)
         self.gathered = torch.empty(route.ranks, row, dtype=torch.float32, device=device)
         crosses = route.kind == "collective"
         self.local = torch.empty(row, dtype=torch.float32, device=device) if crosses else self.gathered[0]
@@ -165,11 +122,11 @@ class KernelPlan:
         self.route = route
         self._memory = memory
         self.failure = None if route.workspace is None else route.workspace.failure
-        geometry = _Geometry(x, _blocks(x.device), channel_last=channel_last)
+        geometry = Geometry(x, _blocks(x.device), THREADS, channel_last=channel_last)
         self.copies = not geometry.dense
         if self.copies:
             copied = torch.empty(x.shape, dtype=x.dtype, device="meta")
-            geometry = _Geometry(copied, _blocks(x.device), channel_last=channel_last)
+            geometry = Geometry(copied, _blocks(x.device), THREADS, channel_last=channel_last)
         self.alignment = geometry.vector * x.element_size()
         self.saved_size = 3 * geometry.channels + 1
         self.forward_call, self.backward_call = self._call(geometry), self._call(geometry)
@@ -187,17 +144,21 @@ class KernelPlan:
             bridge.kernel("sync_batch_norm", name, (), x.device, defines)
             for name in ("statistics", "normalise", "reduce", "gradient")
         )
-        self.blocks, self.threads = geometry.tiles * geometry.splits, geometry.threads
+        self.adding, self.writing, self.threads = geometry.sums.blocks, geometry.spread.blocks, geometry.threads
 
-    def _call(self, geometry: _Geometry) -> _Layer:
+    def _call(self, geometry: Geometry) -> _Layer:
         call, memory, route = _Layer(), self._memory, self.route
         call.partial, call.tickets = memory.partial.data_ptr(), memory.tickets.data_ptr()
         call.local, call.gathered = memory.local.data_ptr(), memory.gathered.data_ptr()
         call.rank, call.ranks = route.rank, route.ranks
-        for name in ("channels", "positions", "length", "splits", "per_split", "tiles", "columns"):
-            setattr(call, name, getattr(geometry, name))
+        call.channels, call.positions, call.length = geometry.channels, geometry.positions, geometry.length
+        call.sums, call.spread = (
+            _Tiling(one.tiles, one.splits, one.per_split, one.column_bits, one.lane_bits)
+            for one in (geometry.sums, geometry.spread)
+        )
         if route.slot is not None and route.workspace is not None:
-            call.peers, call.exchanges = route.slot.addresses.data_ptr(), route.slot.exchanges.data_ptr()
+            call.peers, call.own = route.slot.addresses.data_ptr(), route.slot.own
+            call.exchanges = route.slot.exchanges.data_ptr()
             call.failed, call.host_failed = route.workspace.failed.data_ptr(), route.workspace.host_failed.data_ptr()
             call.timeout = int(route.workspace.timeout.total_seconds() * 1e9)
         return call
@@ -240,10 +201,10 @@ class KernelPlan:
         else:
             call.running_mean, call.running_var = running[0].data_ptr(), running[1].data_ptr()
             call.batches = 0 if running[2] is None else running[2].data_ptr()
-        self.statistics(self.blocks, self.threads, call)
+        self.statistics(self.adding, self.threads, call)
         if self.route.kind == "collective":
             gather(self.route, self._memory.local, self._memory.gathered)
-        self.normalise(self.blocks, self.threads, call)
+        self.normalise(self.writing, self.threads, call)
         return y, saved
 
     def backward(
@@ -273,9 +234,9 @@ class KernelPlan:
         call.weight_gradient = 0 if dweight is None else dweight.data_ptr()
         call.bias_gradient = 0 if dbias is None else dbias.data_ptr()
         if needs[0] or needs[2] or needs[3]:
-            self.reduce(self.blocks, self.threads, call)
+            self.reduce(self.adding, self.threads, call)
         if needs[0] and self.route.kind == "collective":
             dist.all_reduce(self._memory.sums, group=self.route.group)
         if needs[0] or masked:
-            self.gradient(self.blocks, self.threads, call)
+            self.gradient(self.writing, self.threads, call)
         return dx, dz, dweight, dbias

@@ -42,10 +42,14 @@ class Mapped(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A layer's own part of the workspace; its addresses and its count of exchanges lie in device memory."""
+    """A layer's own part of the workspace."""
 
     addresses: Tensor
+    """Where each rank's lies, in device memory."""
+    own: int
+    """Where this rank's lies."""
     exchanges: Tensor
+    """How many each channel has had, in device memory."""
 
 
 def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:
@@ -94,7 +98,7 @@ class Workspace:
         self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
         self._blocks: list[Mapped] = []
         self._size = self._used = 0
-        self._ranks = dist.get_world_size(group)
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def grow(self, words: int) -> str:
         """Maps a block for ``words`` more; returns why that cannot be.  A collective: the answer is the same on every rank."""
@@ -117,8 +121,8 @@ class Workspace:
         self._size, self._used = size, 0
         return ""
 
-    def slot(self, words: int) -> Slot:
-        """Returns ``words`` words for a layer, zeroed; a collective where another block has to be mapped."""
+    def slot(self, words: int, channels: int) -> Slot:
+        """Returns ``words`` words for a layer of ``channels``, zeroed; a collective where another block has to be mapped."""
         words += -words % 16  # lines of 128 bytes
         if self._used + words > self._size and (problem := self.grow(words)):
             raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
@@ -127,7 +131,8 @@ class Workspace:
         addresses = [address + start for address in self._blocks[-1].addresses]
         return Slot(
             torch.tensor(addresses, dtype=torch.int64).to(self.device),
-            torch.zeros(1, dtype=torch.int32, device=self.device),
+            addresses[self._rank],
+            torch.zeros(channels, dtype=torch.int32, device=self.device),
         )
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
-from fabricamp.ops import peer_memory
+from fabricamp.ops import batch_norm_geometry, peer_memory
 from fabricamp.ops.batch_norm_exchange import VARIABLE
 from tests.cuda_on_cpu.shared_memory import use_kernels
 from tests.distributed.ranks import run_ranks
@@ -103,11 +103,15 @@ def test_equals_batchnorm_over_the_joined_batch(counts):
 
 
 def kernel_checks(exchange, reverse, *all_counts):
+    """Layouts take turns in one layer, whose channels are tiled one way and another."""
     use_kernels(reverse)
+    if reverse:
+        batch_norm_geometry.Geometry._microseconds = lambda _, tiling, _blocks: -tiling.splits  # as many as can be
     for counts in all_counts:
         for residual in (False, True):
             layer = SyncBatchNorm(20, fuse_relu=residual, exchange=exchange)
-            check(layer, counts, (20, 6), rows=residual, residual=residual)
+            check(layer, counts, (20, 8), rows=residual, residual=residual)
+            check(layer, counts, (20, 343), rows=True, residual=residual)  # a count of many digits
             check(layer, counts, (20, 8), rows=residual, residual=residual)
     assert layer.exchanges["cpu"].startswith("peer" if exchange == "peer" else "collective: asked for")
 
@@ -212,9 +216,11 @@ def somebody_is_missing():
     peer_memory.check_peers()
     if dist.get_rank() == 1:
         return None
+    before = layer.running_mean.clone()
     began = time.monotonic()
     layer(x)  # waits, and returns: eight blocks, which come one after another on the CPU, but only the first one waits
     waited = time.monotonic() - began
+    assert torch.equal(layer.running_mean, before)
     with pytest.raises(DistributedError, match="rank 0 waited 1 s in a SyncBatchNorm for rank 1") as error:
         layer(x)
     with pytest.raises(DistributedError):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.ops import batch_norm_kernels
+from fabricamp.ops import batch_norm_geometry, batch_norm_kernels
 from fabricamp.ops.batch_norm_exchange import BatchNormExchange
 from fabricamp.ops.sync_batch_norm import sync_batch_norm_reference
 
@@ -21,11 +21,18 @@ NEAR = {FULL: 1e-5, HALF: 1e-3, BRAIN: 8e-3}
 
 
 @pytest.fixture
-def device(kernel_device, monkeypatch):
-    """The kernels' device, with blocks that fit small tensors."""
+def device(request, kernel_device, monkeypatch):
+    """The kernels' device, with blocks that fit small tensors; in the reverse order every tile has all the splits it can."""
     if kernel_device.type == "cpu":
         monkeypatch.setattr(batch_norm_kernels, "THREADS", 64)
+    if request.node.callspec.params["kernel_device"] == "reverse":
+        monkeypatch.setattr(batch_norm_geometry.Geometry, "_microseconds", most_splits)
     return kernel_device
+
+
+def most_splits(_, tiling, _blocks):
+    """What is taken for the time of a launch, so that the one of the most splits is chosen, and of these the widest."""
+    return -tiling.splits
 
 
 class Case(NamedTuple):
@@ -131,6 +138,47 @@ def test_any_shape(device, samples, channels, inner, rows):
     given_ = tensors(case, device)
     found = outcome(ops.sync_batch_norm, case, *given_, state(case, device))
     assert_close(found, in_float64(case, *given_, state(case, device)), 1e-4)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 300),
+    st.integers(1, 3000),
+    st.sampled_from([1, 2, 12, 49, 196, 3136]),
+    st.sampled_from([FULL, HALF]),
+    st.booleans(),
+    st.sampled_from([(264, 512), (6, 64), (1, 512)]),
+    st.booleans(),
+)
+def test_every_value_has_one_thread(samples, channels, inner, dtype, rows, blocks_threads, many):
+    """And what the kernels keep between launches has room for all blocks."""
+    x = in_layout(torch.empty(samples, channels, inner, dtype=dtype, device="meta"), rows)
+    blocks, threads = blocks_threads
+    with pytest.MonkeyPatch.context() as patch:
+        if many:
+            patch.setattr(batch_norm_geometry.Geometry, "_microseconds", most_splits)
+        geometry = batch_norm_geometry.Geometry(x, blocks, threads, channel_last=False)
+    assert geometry.positions * (geometry.vector if geometry.planes else 1) == samples * inner
+    for tiling in (geometry.sums, geometry.spread):
+        width = (1 if geometry.planes else geometry.vector) << tiling.column_bits
+        assert width <= batch_norm_geometry.WIDEST
+        assert geometry.threads == 1 << tiling.column_bits + tiling.lane_bits
+        assert (tiling.tiles - 1) * width < channels <= tiling.tiles * width
+        assert tiling.splits >= 1
+        assert (tiling.splits - 1) * tiling.per_split < max(1, geometry.positions) <= tiling.splits * tiling.per_split
+        assert tiling.splits == 1 or tiling.blocks <= blocks
+        assert tiling.splits == 1 or tiling.blocks * width <= blocks * batch_norm_geometry.WIDEST
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_many_splits(device, monkeypatch, rows):
+    """More than a thread loads at once."""
+    monkeypatch.setattr(batch_norm_kernels, "_blocks", lambda _: 40)
+    monkeypatch.setattr(batch_norm_geometry.Geometry, "_microseconds", most_splits)
+    case = Case((300, 72, 5), HALF, rows=True) if rows else Case((39, 1, 40, 64), HALF)
+    given_ = tensors(case, device)
+    found = outcome(ops.sync_batch_norm, case, *given_, state(case, device))
+    assert_close(found, in_float64(case, *given_, state(case, device)), NEAR[HALF])
 
 
 @pytest.mark.parametrize("rows", [True, False])

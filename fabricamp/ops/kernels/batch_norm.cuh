@@ -1,11 +1,10 @@
-// What the kernels of SyncBatchNorm share: how a block walks over its channels, sums in a fixed order, and meets other ranks.
+// What the kernels of SyncBatchNorm share: how a block walks over its channels and sums in a fixed order.
 //
 // VALUE is the type of activations, PARAMETER that of weight, bias and running values, VECTOR how many neighbours are read at
 // once.  PLANES 1: the values of a channel lie side by side (NCHW); 0: the channels of a place do (NHWC).
 //
 // A block serves one tile of channels (a plane's channel, or `columns` * VECTOR neighbours) and one split of their positions.
-// Across ranks travel words of a value and the exchange's number: a word that has the number has arrived, so no fence is needed.
-// Two buffers take turns: who writes the next but one has read the next from a peer that was done with this one.
+// Small layers are chains of latencies, not bytes: what does not depend on anything is loaded first, all at once.
 #pragma once
 
 #ifndef VALUE
@@ -29,8 +28,18 @@ constexpr int kThreads = 512;               // the most of a block
 constexpr int kTile = 64;                   // the most channels of a block
 constexpr int kGroups = 32;                 // the most groups of threads that add up splits
 constexpr int kRanks = 8;                   // ranks that are read at once
+constexpr int kUnderWay = 8;                // splits whose sums a thread loads at once
 
-// ops/sync_batch_norm_kernels.py has the same fields.
+// How the blocks of a launch share the work; ops/batch_norm_kernels.py has the same fields.
+struct Tiling {
+  int64 tiles;
+  int64 splits;
+  int64 per_split;    // positions of each but the last, which has fewer
+  int64 column_bits;  // threads side by side are a power of two: this is its exponent
+  int64 lane_bits;    // the same of the block's threads above each other
+};
+
+// ops/batch_norm_kernels.py has the same fields.
 struct Layer {
   const Value* x;
   const Value* z;                // a residual that is added, or null
@@ -41,16 +50,17 @@ struct Layer {
   const Parameter* bias;         // null: zeros
   Parameter* running_mean;       // null: none are kept
   Parameter* running_var;
-  int64* batches;
+  unsigned long long* batches;
   float* saved;                  // mean, 1 / deviation and variance of all channels over all ranks, then the count of values
   Parameter* weight_gradient;    // null: nobody asks
   Parameter* bias_gradient;
-  volatile int64* partial;       // a pair of floats per split and channel
-  int* tickets;                  // one per tile, then one for all tiles
+  int64* partial;                // a pair of floats per split and channel
+  int* tickets;                  // one per tile
   float* local;                  // what this rank found: two rows, and forward its count
   const float* gathered;         // the same of every rank whose part is read
   volatile Word* const* peers;   // the layer's words in the memory of each rank; null: nothing crosses inside a kernel
-  unsigned* exchanges;           // how many there have been
+  volatile Word* own;            // those of this rank
+  unsigned* exchanges;           // how many there have been, per channel
   volatile int64* failed;        // set where a peer did not come: on the device, and for the host
   volatile int64* host_failed;
   int64 rank;
@@ -59,37 +69,44 @@ struct Layer {
   int64 channels;
   int64 positions;               // places, or vectors in all planes of a channel
   int64 length;                  // vectors in a plane
-  int64 splits;
-  int64 per_split;               // positions of each but the last
-  int64 tiles;
-  int64 columns;                 // threads side by side
+  Tiling sums;                   // of the kernels that add up
+  Tiling spread;                 // of those that write every value
   double eps;
   double momentum;               // negative: the average over all batches
 };
-
-#ifdef __CUDACC__
-__device__ __forceinline__ int64 nanoseconds() {
-  int64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-#endif
 
 // Numbers from 0; a division of 64 bits takes some hundred instructions, and few of them need it.
 __device__ __forceinline__ int64 quotient(int64 a, int64 b) {
   return (a | b) >> 32 ? a / b : (int64)((unsigned)a / (unsigned)b);
 }
 
-// What this block serves.
-__device__ __forceinline__ int64 tile_of(const Layer& a) { return blockIdx.x % (unsigned)a.tiles; }
-__device__ __forceinline__ int64 split_of(const Layer& a) { return blockIdx.x / (unsigned)a.tiles; }
+// What this thread serves.
+struct Place {
+  int tile, split;
+  int width, width_bits;  // channels of a tile: a power of two
+  int column, lane;
 
-// Values of a channel in a split.
-__device__ __forceinline__ float split_count(const Layer& a, int64 split) {
-  int64 per = a.per_split, left = a.positions - split * per;
-  left = left < 0 ? 0 : (left < per ? left : per);
-  return (float)(PLANES ? left * kVector : left);
+  __device__ __forceinline__ explicit Place(const Tiling& tiling) {
+    int bits = (int)tiling.column_bits;
+    split = tiling.splits == 1 ? 0 : (int)(blockIdx.x / (unsigned)tiling.tiles);
+    tile = (int)blockIdx.x - split * (int)tiling.tiles;
+    width_bits = bits + (kKept == 8 ? 3 : kKept == 4 ? 2 : kKept == 2 ? 1 : 0);
+    width = 1 << width_bits;
+    column = threadIdx.x & ((1 << bits) - 1);
+    lane = threadIdx.x >> bits;
+  }
+
+  // The channel that thread `own` below the width cares for.
+  __device__ __forceinline__ int64 channel(int own) const { return (int64)tile * width + own; }
+};
+
+__device__ __forceinline__ int64 positions_of(const Layer& a, const Tiling& tiling, int64 split) {
+  int64 per = tiling.per_split, left = a.positions - split * per;
+  return left < 0 ? 0 : (left < per ? left : per);
 }
+
+// Values of a channel at so many positions.
+__device__ __forceinline__ float values_at(int64 positions) { return (float)(PLANES ? positions * kVector : positions); }
 
 // The offsets that a thread reads, first to last or backwards (what was read last is still in the cache).
 struct Walk {
@@ -100,27 +117,26 @@ struct Walk {
   int64 inner, inner_step, length, wrap;
 #endif
 
-  __device__ __forceinline__ Walk(const Layer& a, bool backwards) {
-    int64 tile = tile_of(a), split = split_of(a), per = a.per_split;
-    int columns = (int)a.columns, lanes = blockDim.x / columns, lane = threadIdx.x / columns;
-    int64 first = split * per + lane, end = split * per + per;
-    if (end > a.positions) end = a.positions;
-    left = first < end ? (int)quotient(end - first + lanes - 1, lanes) : 0;
+  __device__ __forceinline__ Walk(const Layer& a, const Tiling& tiling, const Place& place, bool backwards) {
+    int bits = (int)tiling.lane_bits, lanes = 1 << bits;
+    int64 found = positions_of(a, tiling, place.split), first = place.split * tiling.per_split + place.lane;
+    left = (int)((found - place.lane + lanes - 1) >> bits);
+    if (left < 0) left = 0;
     if (backwards && left) first += (int64)(left - 1) * lanes;
     int sign = backwards ? -1 : 1;
 #if PLANES
     int64 skipped = (a.channels - 1) * a.length;
     length = a.length;
-    int64 plane = length ? quotient(first, length) : 0, planes = length ? quotient(lanes, length) : 0;
+    int64 plane = first < length ? 0 : quotient(first, length), planes = lanes < length ? 0 : quotient(lanes, length);
     inner = first - plane * length;
-    at = (plane * a.channels * length + tile * length + inner) * kVector;
+    at = (plane * a.channels * length + place.tile * length + inner) * kVector;
     inner_step = sign * (lanes - planes * length);
     step = sign * (planes * a.channels * length + lanes - planes * length) * kVector;
     wrap = sign * skipped * kVector;
 #else
-    int64 column = tile * columns + threadIdx.x % columns;
-    if (column * kVector >= a.channels) left = 0;
-    at = first * a.channels + column * kVector;
+    int64 channel = place.channel(place.column * kVector);
+    if (channel >= a.channels) left = 0;
+    at = first * a.channels + channel;
     step = sign * lanes * a.channels;
 #endif
   }
@@ -140,242 +156,212 @@ struct Walk {
   }
 };
 
-// Runs body.run<count>(offsets) for several places at a time, so that as many loads are under way, then for each that is left.
-template <int BATCH, typename Body> __device__ __forceinline__ void each_batch(Walk& walk, Body& body) {
-  while (walk.left >= BATCH) {
-    int64 offsets[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) offsets[i] = walk.next();
-    body.template run<BATCH>(offsets);
-  }
-  while (walk.left > 0) {
-    int64 offsets[1] = {walk.next()};
-    body.template run<1>(offsets);
+// What body.load(walk) has loaded goes through body.use(walk), then all the rest.  One of them moves on: load, or use where it
+// writes to the same places.
+template <typename Body> __device__ __forceinline__ void each_batch(Walk& walk, Body& body) {
+  for (;;) {
+    body.use(walk);
+    if (walk.left <= 0) return;
+    body.load(walk);
   }
 }
 
-__device__ __forceinline__ Pack<Value, kVector> pack_at(const Value* from, int64 offset) {
-  return *(const Pack<Value, kVector>*)(from + offset);
+// Neighbours as they are loaded: kept so, they take fewer registers than one by one.
+template <int BYTES> struct RawOf { typedef Pack<unsigned, BYTES / 4> type; };
+template <> struct RawOf<2> { typedef Pack<unsigned short, 1> type; };
+typedef RawOf<sizeof(Value) * kVector>::type Raw;
+typedef Pack<Value, kVector> Neighbours;
+
+__device__ __forceinline__ Neighbours neighbours(const Raw& raw) {
+  Neighbours found;
+  memcpy(&found, &raw, sizeof found);
+  return found;
 }
 
-// How two pairs become one.  Mean and sum of squared deviations: by counts.
-struct Moments {
-  __device__ __forceinline__ static void merge(float& mean, float& squares, float count, float other_mean,
-                                               float other_squares, float other_count) {
-    float total = count + other_count;
-    if (total == 0.f) return;
-    float share = other_count / total, delta = other_mean - mean;
-    mean += delta * share;
-    squares += other_squares + delta * delta * (count * share);
-  }
-};
-
-struct Sums {
-  __device__ __forceinline__ static void merge(float& first, float& second, float, float other_first, float other_second,
-                                               float) {
-    first += other_first;
-    second += other_second;
-  }
-};
+__device__ __forceinline__ Raw raw_at(const Value* from, int64 offset) { return *(const Raw*)(from + offset); }
 
 struct Pair {
   float first, second;
 };
 
-__device__ __forceinline__ int64 as_word(Pair pair) {
-  int64 word;
-  memcpy(&word, &pair, sizeof word);
-  return word;
+// Adds up pairs of a mean and a sum of squared deviations, around the first mean there is: one division in all.
+struct Moments {
+  static constexpr bool kCounted = true;
+  float reference = 0.f, first = 0.f, second = 0.f, count = 0.f;
+
+  __device__ __forceinline__ void add(Pair one, float values) {
+    if (count == 0.f) reference = one.first;
+    float delta = one.first - reference, part = values * delta;
+    first += part;
+    second += one.second + part * delta;
+    count += values;
+  }
+
+  __device__ __forceinline__ Pair result() const { return of(reference, first, second, count > 0.f ? 1.f / count : 0.f); }
+
+  // From sums of deviations from `around`, and of their squares.
+  __device__ __forceinline__ static Pair of(float around, float sum, float square, float inverse_count) {
+    float drift = sum * inverse_count, squares = square - sum * drift;
+    return Pair{around + drift, squares < 0.f ? 0.f : squares};
+  }
+};
+
+struct Sums {
+  static constexpr bool kCounted = false;
+  float first = 0.f, second = 0.f, count = 0.f;
+
+  __device__ __forceinline__ void add(Pair one, float) {
+    first += one.first;
+    second += one.second;
+  }
+
+  __device__ __forceinline__ Pair result() const { return Pair{first, second}; }
+};
+
+// Values of a channel in each warp of a block, and their inverses.
+struct Counts {
+  float values[kThreads / 32], inverse[kThreads / 32];
+
+  // By the first threads; a barrier has to follow.
+  __device__ __forceinline__ void fill(const Layer& a, const Tiling& tiling, const Place& place) {
+    if (threadIdx.x >= blockDim.x / 32) return;
+    int lanes = 32 >> (int)tiling.column_bits;  // of a warp
+    int64 found = positions_of(a, tiling, place.split), full = found >> (int)tiling.lane_bits;
+    int rest = (int)(found - (full << (int)tiling.lane_bits)) - (int)threadIdx.x * lanes;
+    rest = rest < 0 ? 0 : (rest < lanes ? rest : lanes);
+    float count = values_at(full * lanes + rest);
+    values[threadIdx.x] = count;
+    inverse[threadIdx.x] = count > 0.f ? 1.f / count : 0.f;
+  }
+};
+
+// Adds up values over the lanes of a warp that have a column in common.  Each step halves what a lane goes on with: in the end
+// `held` values from number `from` on.
+template <int HELD, int STEP, int COUNT>
+__device__ __forceinline__ void over_warp(float (&values)[COUNT], int columns, int& from, int& held) {
+  if constexpr (STEP > 0) {
+    if (STEP < columns) return;
+    bool upper = threadIdx.x & STEP;
+    constexpr int kHalf = HELD / 2;
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) {
+      float given = upper ? values[j] : values[j + kHalf], kept = upper ? values[j + kHalf] : values[j];
+      values[j] = kept + __shfl_xor_sync(0xffffffffu, given, STEP);
+    }
+    if constexpr (HELD == 1) {
+      values[0] += __shfl_xor_sync(0xffffffffu, values[0], STEP);
+      over_warp<1, STEP / 2>(values, columns, from, held);
+    } else {
+      held = kHalf;
+      from += upper ? kHalf : 0;
+      over_warp<kHalf, STEP / 2>(values, columns, from, held);
+    }
+  }
 }
 
-__device__ __forceinline__ Pair as_pair(int64 word) {
-  Pair pair;
-  memcpy(&pair, &word, sizeof pair);
-  return pair;
-}
-
-// What the threads of a block have, merged in a fixed order; right in threads below the tile's width.
+// What the threads of a block have, merged in a fixed order; right in threads below the tile's width.  A rule that counts takes
+// a thread's mean and squares of `own` values, and the counts of the warps.
 template <typename Rule>
-__device__ __forceinline__ Pair over_block(const Layer& a, float (&first)[kKept], float (&second)[kKept], float count) {
-  __shared__ Pair kept[kThreads / 32 * kTile];
-  __shared__ float counts[kThreads / 32];
-  int columns = (int)a.columns, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, width = columns * kKept;
-  for (int step = 16; step >= columns; step >>= 1) {
-    float other_count = __shfl_down_sync(0xffffffffu, count, step);
+__device__ __forceinline__ Pair over_block(const Place& place, float (&first)[kKept], float (&second)[kKept], float own,
+                                           const Counts* counts) {
+  __shared__ float kept[2 * kThreads / 32 * kTile], around[kThreads / 32 * kTile];
+  int columns = place.width / kKept, warp = threadIdx.x >> 5, at = warp * place.width + place.column * kKept;
+  int from = 0, held = 2 * kKept;
+  float values[2 * kKept];
 #pragma unroll
-    for (int j = 0; j < kKept; ++j) {
-      float other_first = __shfl_down_sync(0xffffffffu, first[j], step);
-      float other_second = __shfl_down_sync(0xffffffffu, second[j], step);
-      Rule::merge(first[j], second[j], count, other_first, other_second, other_count);
+  for (int j = 0; j < kKept; ++j) {
+    values[2 * j] = first[j];
+    values[2 * j + 1] = second[j];
+    if (Rule::kCounted) {
+      float reference = __shfl_sync(0xffffffffu, first[j], place.column), delta = first[j] - reference;
+      values[2 * j] = own * delta;
+      values[2 * j + 1] += own * delta * delta;
+      if ((threadIdx.x & 31) < columns) around[at + j] = reference;
     }
-    count += other_count;
   }
-  if (lane < columns) {
+  over_warp<2 * kKept, 16>(values, columns, from, held);
 #pragma unroll
-    for (int j = 0; j < kKept; ++j) kept[warp * width + lane * kKept + j] = Pair{first[j], second[j]};
+  for (int j = 0; j < 2 * kKept; ++j) {
+    if (j < held) kept[2 * at + from + j] = values[j];
   }
-  if (lane == 0) counts[warp] = count;
   __syncthreads();
-  Pair all = {0.f, 0.f};
-  if (threadIdx.x < width) {
-    float total = 0.f;
+  Rule all;
+  if (threadIdx.x < place.width) {
+#pragma unroll 4
     for (int i = 0; i < blockDim.x / 32; ++i) {
-      Pair one = kept[i * width + threadIdx.x];
-      Rule::merge(all.first, all.second, total, one.first, one.second, counts[i]);
-      total += counts[i];
+      int index = i * place.width + threadIdx.x;
+      Pair one = {kept[2 * index], kept[2 * index + 1]};
+      if (Rule::kCounted) one = Moments::of(around[index], one.first, one.second, counts->inverse[i]);
+      all.add(one, Rule::kCounted ? counts->values[i] : 0.f);
     }
   }
-  return all;
+  return all.result();
+}
+
+// Takes the next number.  What the block wrote before a barrier is there for who takes a later one, after a barrier of his.
+__device__ __forceinline__ int take_ticket(int* at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+  int taken;
+  asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(taken) : "l"(at) : "memory");
+  return taken;
+#else
+  __threadfence();
+  int taken = atomicAdd(at, 1);
+  __threadfence();
+  return taken;
+#endif
 }
 
 // The same over all splits of the tile: true in the block that comes last, which has it.
-template <typename Rule> __device__ __forceinline__ bool over_splits(const Layer& a, Pair& pair) {
-  if (a.splits == 1) return true;
+template <typename Rule>
+__device__ __forceinline__ bool over_splits(const Layer& a, const Tiling& tiling, const Place& place, Pair& pair) {
+  int splits = (int)tiling.splits, tiles = (int)tiling.tiles, width = place.width;
+  if (splits == 1) return true;
   __shared__ Pair kept[kGroups * kTile];
   __shared__ float counts[kGroups];
   __shared__ bool last;
-  int width = (int)a.columns * kKept;
-  int64 tile = tile_of(a), split = split_of(a);
-  if (threadIdx.x < width) a.partial[(split * a.tiles + tile) * width + threadIdx.x] = as_word(pair);
-  __threadfence();
+  if (threadIdx.x < width) {
+    int64 word;
+    memcpy(&word, &pair, sizeof word);
+    a.partial[((int64)place.split * tiles + place.tile) * width + threadIdx.x] = word;
+  }
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(a.tickets + tile, 1) + 1 == a.splits;
-    if (last) a.tickets[tile] = 0;
-    __threadfence();
+    last = take_ticket(a.tickets + place.tile) + 1 == splits;
+    if (last) a.tickets[place.tile] = 0;
   }
   __syncthreads();
   if (!last) return false;
-  int groups = blockDim.x / width, group = threadIdx.x / width, own = threadIdx.x % width;
+  int group = threadIdx.x >> place.width_bits, own = threadIdx.x & (width - 1), groups = blockDim.x >> place.width_bits;
   if (groups > kGroups) groups = kGroups;
   if (group < groups) {
-    Pair all = {0.f, 0.f};
-    float total = 0.f;
-#pragma unroll 4
-    for (int64 i = group; i < a.splits; i += groups) {
-      Pair one = as_pair(a.partial[(i * a.tiles + tile) * width + own]);
-      float count = split_count(a, i);
-      Rule::merge(all.first, all.second, total, one.first, one.second, count);
-      total += count;
+    Rule all;
+    float full = values_at(tiling.per_split), less = values_at(positions_of(a, tiling, splits - 1));
+    const int64* from = a.partial + (int64)place.tile * width + own;
+    for (int base = group; base < splits; base += kUnderWay * groups) {
+      int64 words[kUnderWay];
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) {
+        int split = base + i * groups;
+        words[i] = split < splits ? __ldcg(from + (int64)split * tiles * width) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kUnderWay; ++i) {
+        int split = base + i * groups;
+        Pair one;
+        memcpy(&one, &words[i], sizeof one);
+        all.add(one, split + 1 < splits ? full : (split + 1 == splits ? less : 0.f));
+      }
     }
-    kept[group * width + own] = all;
-    counts[group] = total;
+    kept[group * width + own] = all.result();
+    counts[group] = all.count;
   }
   __syncthreads();
   if (threadIdx.x < width) {
-    pair = Pair{0.f, 0.f};
-    float total = 0.f;
-    for (int i = 0; i < groups; ++i) {
-      Pair one = kept[i * width + threadIdx.x];
-      Rule::merge(pair.first, pair.second, total, one.first, one.second, counts[i]);
-      total += counts[i];
-    }
-  }
-  return true;
-}
-
-// Where rank `from` puts word `index` of exchange `number`: two buffers of one row a rank.
-__device__ __forceinline__ int64 place(const Layer& a, unsigned number, int64 from, int64 index) {
-  return ((number & 1) * a.ranks + from) * (2 * a.channels + 1) + index;
-}
-
-__device__ __forceinline__ void publish(const Layer& a, int64 index, float value) {
-  if (!a.peers) {
-    a.local[index] = value;
-    return;
-  }
-  unsigned number = *(volatile unsigned*)a.exchanges + 1, bits;
-  memcpy(&bits, &value, sizeof bits);
-  Word word = (Word)number << 32 | bits;
-  for (int64 i = 0; i < a.ranks; ++i) {
-    int64 to = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;  // not all to one at once
-    a.peers[to][place(a, number, a.rank, index)] = word;
-  }
-}
-
-// The end of what is published: once every tile is there, the exchange has its number.
-__device__ __forceinline__ void close_exchange(const Layer& a) {
-  if (!a.peers) return;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  int* ticket = a.tickets + a.tiles;
-  if (atomicAdd(ticket, 1) + 1 < a.tiles) return;
-  *ticket = 0;
-  *a.exchanges += 1;
-}
-
-// Waits for a word, of which `word` was read; false where its sender did not come in time, or where one did not before.
-__device__ __forceinline__ bool await(const Layer& a, unsigned number, int64 from, volatile Word* where, Word word,
-                                      float& value) {
-  int64 began = 0;
-  for (int polls = 1; (unsigned)(word >> 32) != number; ++polls) {
-    if (polls % 64 == 0) {
-      int64 now = nanoseconds();
-      if (began == 0) began = now;
-      if (*a.failed != 0) return false;
-      if (now - began > a.timeout) {
-        *a.failed = from + 1;
-        *a.host_failed = from + 1;
-        __threadfence_system();
-        return false;
-      }
-    }
-    word = *where;
-  }
-  unsigned bits = (unsigned)word;
-  memcpy(&value, &bits, sizeof value);
-  return true;
-}
-
-// A channel's pair from rank `from`, and with `counted` that rank's count.
-__device__ __forceinline__ bool receive(const Layer& a, unsigned number, int64 from, int64 channel, bool counted, Pair& pair,
-                                        float& count) {
-  volatile Word* row = a.peers[a.rank] + place(a, number, from, 0);
-  volatile Word *first = row + channel, *second = first + a.channels, *third = counted ? row + 2 * a.channels : first;
-  Word words[3] = {*first, *second, *third};  // all under way at once
-  return await(a, number, from, first, words[0], pair.first) && await(a, number, from, second, words[1], pair.second) &&
-         await(a, number, from, third, words[2], count);
-}
-
-// Rows `first` and `second` of every rank for the tile's channels, merged in the order of ranks; right in threads below the tile's
-// width.  `count` is forward's number of values over all ranks.  False in all threads where a rank did not come.
-template <typename Rule, bool COUNTS> __device__ __forceinline__ bool over_ranks(const Layer& a, Pair& all, float& count) {
-  __shared__ Pair kept[kRanks * kTile];
-  __shared__ float counts[kRanks];
-  __shared__ int missing;
-  int width = (int)a.columns * kKept;
-  int64 tile = tile_of(a), row = 2 * a.channels + 1;
-  unsigned number = a.peers ? *(volatile unsigned*)a.exchanges : 0;
-  all = Pair{0.f, 0.f};
-  count = 0.f;
-  if (threadIdx.x == 0) missing = 0;
-  for (int64 base = 0; base < a.ranks; base += kRanks) {
-    int ranks = (int)(a.ranks - base < kRanks ? a.ranks - base : kRanks);
-    __syncthreads();
-    for (int i = threadIdx.x; i < ranks * width; i += blockDim.x) {
-      int64 rank = base + i / width, channel = tile * width + i % width;
-      if (channel >= a.channels) continue;
-      Pair pair = {0.f, 0.f};
-      float found = 0.f;
-      bool counted = COUNTS && i % width == 0;
-      if (a.peers) {
-        if (!receive(a, number, rank, channel, counted, pair, found)) missing = 1;
-      } else {
-        pair = Pair{a.gathered[rank * row + channel], a.gathered[rank * row + a.channels + channel]};
-        if (counted) found = a.gathered[rank * row + 2 * a.channels];
-      }
-      kept[i] = pair;
-      if (i % width == 0) counts[i / width] = found;
-    }
-    __syncthreads();
-    if (missing) return false;
-    if (threadIdx.x < width) {
-      for (int i = 0; i < ranks; ++i) {
-        Pair one = kept[i * width + threadIdx.x];
-        Rule::merge(all.first, all.second, count, one.first, one.second, counts[i]);
-        count += counts[i];
-      }
-    }
+    Rule all;
+#pragma unroll 4
+    for (int i = 0; i < groups; ++i) all.add(kept[i * width + threadIdx.x], counts[i]);
+    pair = all.result();
   }
   return true;
 }

@@ -3,41 +3,8 @@
 // `|` is where ranks meet: inside the kernels by peer memory, or between them by a collective on what `local` holds.
 #include "common.cuh"
 #include "batch_norm.cuh"
-
-// What an element is computed with: its channel's numbers.
-struct Channel {
-  float mean[kKept], scale[kKept], bias[kKept];
-  __device__ __forceinline__ float of(float x, int j) const {
-    j %= kKept;
-    return fmaf(x - mean[j], scale[j], bias[j]);
-  }
-};
-
-__device__ __forceinline__ float weight_of(const Layer& a, int64 channel) {
-  return a.weight ? (float)widen(a.weight[channel]) : 1.f;
-}
-
-__device__ __forceinline__ float bias_of(const Layer& a, int64 channel) {
-  return a.bias ? (float)widen(a.bias[channel]) : 0.f;
-}
-
-__device__ __forceinline__ int64 own_channel(const Layer& a, int j) {
-  int64 tile = tile_of(a);
-  if (PLANES) return tile;
-  int64 channel = (tile * a.columns + threadIdx.x % (unsigned)a.columns) * kKept + j;
-  return channel < a.channels ? channel : 0;
-}
-
-// The thread's channels from what forward saved.
-__device__ __forceinline__ void load_channel(const Layer& a, Channel& channel) {
-#pragma unroll
-  for (int j = 0; j < kKept; ++j) {
-    int64 c = own_channel(a, j);
-    channel.mean[j] = a.saved[c];
-    channel.scale[j] = a.saved[a.channels + c] * weight_of(a, c);
-    channel.bias[j] = RELU ? bias_of(a, c) : 0.f;
-  }
-}
+#include "batch_norm_ranks.cuh"
+#include "batch_norm_channels.cuh"
 
 // A gradient as it comes before the ReLU: none where the output, as rounded, was not above 0.
 __device__ __forceinline__ float masked(const Channel& channel, float x, float z, float dy, int j) {
@@ -48,18 +15,58 @@ __device__ __forceinline__ float masked(const Channel& channel, float x, float z
 // Sums of deviations from the first value of the thread's channel: few values each, so that nothing cancels.
 struct Statistics {
   const Value* x;
+  Raw packs[4];
   float shift[kVector], sum[kVector], square[kVector];
-  template <int BATCH> __device__ __forceinline__ void run(const int64 (&offsets)[BATCH]) {
-    Pack<Value, kVector> packs[BATCH];
+  int loaded;
+
+  __device__ __forceinline__ void load(Walk& walk) {
+    loaded = walk.left;
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) packs[i] = pack_at(x, offsets[i]);
+    for (int i = 0; i < 4; ++i) {
+      if (i < loaded) packs[i] = raw_at(x, walk.next());
+    }
+  }
+
+  __device__ __forceinline__ void begin(int count) {
+    Neighbours pack = neighbours(packs[0]);
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int j = 0; j < kVector; ++j) {
+      shift[j] = count ? (float)widen(pack.value[j]) : 0.f;
+      sum[j] = square[j] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void use(const Walk&) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= loaded) return;
+      Neighbours pack = neighbours(packs[i]);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        float delta = (float)widen(packs[i].value[j]) - shift[j];
+        float delta = (float)widen(pack.value[j]) - shift[j];
         sum[j] += delta;
         square[j] += delta * delta;
+      }
+    }
+  }
+
+  // Mean and sum of squared deviations of the thread's channels, in `shift` and `square`.  Neighbours of one channel are as
+  // many each: merging them takes no division.
+  __device__ __forceinline__ void finish(int count) {
+    float inverse = count ? 1.f / count : 0.f, half = 0.5f * count;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      Pair pair = Moments::of(shift[j], sum[j], square[j], inverse);
+      shift[j] = pair.first;
+      square[j] = pair.second;
+    }
+#pragma unroll
+    for (int width = kVector / 2; width >= kKept; width /= 2, half *= 2.f) {
+#pragma unroll
+      for (int j = 0; j < width; ++j) {
+        float delta = shift[j + width] - shift[j];
+        shift[j] += 0.5f * delta;
+        square[j] += square[j + width] + delta * delta * half;
       }
     }
   }
@@ -67,232 +74,263 @@ struct Statistics {
 
 // Count, mean and sum of squared deviations of every channel on this rank, on their way to the others.
 extern "C" __global__ void __launch_bounds__(512, 2) statistics(Layer a) {
-  if (blockIdx.x == 0 && threadIdx.x == 0 && a.batches) *a.batches += 1;
-  Walk walk(a, false);
+  __shared__ volatile Word* peers[kRanks];
+  __shared__ Counts counts;
+  Place place(a.sums);
+  Walk walk(a, a.sums, place, false);
   int count = walk.left;
   Statistics body;
   body.x = a.x;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    body.shift[j] = count ? (float)widen(a.x[walk.at + j]) : 0.f;
-    body.sum[j] = body.square[j] = 0.f;
-  }
-  each_batch<4>(walk, body);
-  float inverse = count ? 1.f / count : 0.f;
+  body.load(walk);
+  Sender sender(a, place, peers);
+  counts.fill(a, a.sums, place);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && a.batches) atomicAdd(a.batches, 1ull);
+  body.begin(count);
+  each_batch(walk, body);
+  body.finish(count);
   float mean[kKept], squares[kKept];
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    float drift = body.sum[j] * inverse, own = body.square[j] - body.sum[j] * drift;
-    own = own < 0.f ? 0.f : own;
-    if (j < kKept) {
-      mean[j % kKept] = body.shift[j] + drift;
-      squares[j % kKept] = own;
-    } else {
-      Moments::merge(mean[0], squares[0], (float)count * j, body.shift[j] + drift, own, (float)count);
-    }
+  for (int j = 0; j < kKept; ++j) {
+    mean[j] = body.shift[j];
+    squares[j] = body.square[j];
   }
-  Pair pair = over_block<Moments>(a, mean, squares, (float)(PLANES ? count * kVector : count));
-  if (!over_splits<Moments>(a, pair)) return;
-  int64 width = a.columns * kKept, tile = tile_of(a), channel = tile * width + threadIdx.x;
-  if (threadIdx.x < width && channel < a.channels) {
-    publish(a, channel, pair.first);
-    publish(a, a.channels + channel, pair.second);
-  }
-  if (tile == 0 && threadIdx.x == 0) publish(a, 2 * a.channels, (float)(PLANES ? a.positions * kVector : a.positions));
-  close_exchange(a);
+  Pair pair = over_block<Moments>(place, mean, squares, values_at(count), &counts);
+  if (!over_splits<Moments>(a, a.sums, place, pair) || !serves(a, place)) return;
+  sender.send(a, place.channel(threadIdx.x), pair, values_at(a.positions), true);
 }
 
 struct Normalise {
+  static constexpr int kBatch = RESIDUAL ? 2 : 4;
   const Value* x;
   const Value* z;
   Value* y;
   Channel channel;
-  template <int BATCH> __device__ __forceinline__ void run(const int64 (&offsets)[BATCH]) {
-    Pack<Value, kVector> packs[BATCH], residuals[BATCH];
+  Raw packs[kBatch], residuals[kBatch];
+
+  __device__ __forceinline__ void load(Walk walk) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      packs[i] = pack_at(x, offsets[i]);
-      if (RESIDUAL) residuals[i] = pack_at(z, offsets[i]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (walk.left <= 0) return;
+      int64 at = walk.next();
+      packs[i] = raw_at(x, at);
+      if (RESIDUAL) residuals[i] = raw_at(z, at);
     }
+  }
+
+  __device__ __forceinline__ void use(Walk& walk) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int i = 0; i < kBatch; ++i) {
+      if (walk.left <= 0) return;
+      int64 at = walk.next();
+      Neighbours pack = neighbours(packs[i]), residual;
+      if (RESIDUAL) residual = neighbours(residuals[i]);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        float value = channel.of((float)widen(packs[i].value[j]), j);
-        if (RESIDUAL) value += (float)widen(residuals[i].value[j]);
+        float value = channel.of((float)widen(pack.value[j]), j);
+        if (RESIDUAL) value += (float)widen(residual.value[j]);
         if (RELU) value = value < 0.f ? 0.f : value;
-        packs[i].value[j] = Narrow<Value>::of(value);
+        pack.value[j] = Narrow<Value>::of(value);
       }
-      *(Pack<Value, kVector>*)(y + offsets[i]) = packs[i];
+      *(Neighbours*)(y + at) = pack;
     }
   }
 };
 
-__device__ __forceinline__ void keep_running(const Layer& a, int64 channel, float mean, float squares, float count) {
-  if (!a.running_mean || count == 0.f) return;
-  float factor = a.momentum < 0 ? 1.f / (float)*a.batches : (float)a.momentum;
-  float variance = count > 1.f ? squares / (count - 1.f) : 0.f;  // one value has none
-  float old_mean = (float)widen(a.running_mean[channel]), old_variance = (float)widen(a.running_var[channel]);
-  a.running_mean[channel] = Narrow<Parameter>::of(factor * mean + (1.f - factor) * old_mean);
-  a.running_var[channel] = Narrow<Parameter>::of(factor * variance + (1.f - factor) * old_variance);
-}
-
 // out = (x - mean) / deviation * weight + bias (+ z) (or 0 where that is below), and the running values.
 extern "C" __global__ void __launch_bounds__(512, 2) normalise(Layer a) {
-  __shared__ float means[kTile], scales[kTile], biases[kTile];
-  Pair pair;
-  float count;
-  if (!over_ranks<Moments, true>(a, pair, count)) return;
-  int64 width = a.columns * kKept, tile = tile_of(a), channel = tile * width + threadIdx.x;
-  if (threadIdx.x < width && channel < a.channels) {
-    float variance = count > 0.f ? pair.second / count : 0.f, inverse = 1.f / sqrtf(variance + (float)a.eps);
-    means[threadIdx.x] = pair.first;
-    scales[threadIdx.x] = inverse * weight_of(a, channel);
-    biases[threadIdx.x] = bias_of(a, channel);
-    if (blockIdx.x < a.tiles) {
-      a.saved[channel] = pair.first;
-      a.saved[a.channels + channel] = inverse;
-      a.saved[2 * a.channels + channel] = variance;
-      if (channel == 0) a.saved[3 * a.channels] = count;
-      keep_running(a, channel, pair.first, pair.second, count);
-    }
-  }
-  __syncthreads();
+  __shared__ Numbers numbers;
+  __shared__ Early early;
+  Place place(a.spread);
+  Letters<Moments> letters;
+  letters.look(a, place, 0, threadIdx.x);
+  Walk walk(a, a.spread, place, true);
   Normalise body;
   body.x = a.x;
   body.z = a.z;
   body.y = a.out;
-#pragma unroll
-  for (int j = 0; j < kKept; ++j) {
-    int own = PLANES ? 0 : threadIdx.x % (int)a.columns * kKept + j;
-    body.channel.mean[j] = means[own];
-    body.channel.scale[j] = scales[own];
-    body.channel.bias[j] = biases[own];
+  body.load(walk);
+  int64 own = place.channel(threadIdx.x);
+  bool serving = serves(a, place), keeps = serving && place.split == 0;
+  if (serving) early.read(a, own, keeps && a.running_mean);
+  Pair pair;
+  float count;
+  bool came = letters.read(a, place, pair, count);
+  float variance = count > 0.f ? pair.second * (1.f / count) : 0.f, inverse = rsqrtf(variance + (float)a.eps);
+  if (serving) {
+    numbers.mean[threadIdx.x] = pair.first;
+    numbers.scale[threadIdx.x] = early.weight[threadIdx.x] * inverse;
+    numbers.bias[threadIdx.x] = early.bias[threadIdx.x];
   }
-  Walk walk(a, true);
-  each_batch<RESIDUAL ? 2 : 4>(walk, body);
+  __syncthreads();
+  if (keeps) {
+    a.saved[own] = pair.first;
+    a.saved[a.channels + own] = inverse;
+    a.saved[2 * a.channels + own] = variance;
+    if (own == 0) a.saved[3 * a.channels] = count;
+    if (came && a.running_mean && count > 0.f) early.move(a, own, pair, count);
+  }
+  numbers.read(place, body.channel);
+  each_batch(walk, body);
 }
 
-struct Reduce {
+// How backward reads: x, dy and, for the ReLU after a residual, that.
+template <int BATCH> struct Backward {
   const Value* x;
   const Value* z;
   const Value* dy;
   Channel channel;
-  float first[kKept], second[kKept];
-  template <int BATCH> __device__ __forceinline__ void run(const int64 (&offsets)[BATCH]) {
-    Pack<Value, kVector> packs[BATCH], gradients[BATCH], residuals[BATCH];
+  Raw packs[BATCH], gradients[BATCH], residuals[BATCH];
+
+  __device__ __forceinline__ explicit Backward(const Layer& a) : x(a.x), z(a.z), dy(a.dy) {}
+
+  __device__ __forceinline__ void load_next(Walk& walk) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      packs[i] = pack_at(x, offsets[i]);
-      gradients[i] = pack_at(dy, offsets[i]);
-      if (RELU && RESIDUAL) residuals[i] = pack_at(z, offsets[i]);
+      if (walk.left <= 0) return;
+      int64 at = walk.next();
+      packs[i] = raw_at(x, at);
+      gradients[i] = raw_at(dy, at);
+      if (RELU && RESIDUAL) residuals[i] = raw_at(z, at);
     }
+  }
+
+  // Fills in x and what of dy comes before the ReLU.
+  __device__ __forceinline__ void unpack(int i, float (&values)[kVector], float (&before)[kVector]) const {
+    Neighbours pack = neighbours(packs[i]), gradient = neighbours(gradients[i]), residual;
+    if (RELU && RESIDUAL) residual = neighbours(residuals[i]);
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int j = 0; j < kVector; ++j) {
+      float added = RELU && RESIDUAL ? (float)widen(residual.value[j]) : 0.f;
+      values[j] = (float)widen(pack.value[j]);
+      before[j] = masked(channel, values[j], added, (float)widen(gradient.value[j]), j);
+    }
+  }
+};
+
+// Half values have too few digits for a mean far from them to matter: it may come after the sums, in fewer registers.
+constexpr bool kMeanLate = sizeof(Value) == 2 && !RELU;
+constexpr int kReduceBatch = (RELU && RESIDUAL) || sizeof(Value) == 4 ? 2 : 3;
+
+struct Reduce : Backward<kReduceBatch> {
+  float first[kKept], second[kKept];
+  int loaded;
+
+  __device__ __forceinline__ explicit Reduce(const Layer& a) : Backward(a) {
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) first[j] = second[j] = 0.f;
+  }
+
+  __device__ __forceinline__ void load(Walk& walk) {
+    loaded = walk.left;
+    load_next(walk);
+  }
+
+  __device__ __forceinline__ void use(const Walk&) {
+#pragma unroll
+    for (int i = 0; i < kReduceBatch; ++i) {
+      if (i >= loaded) return;
+      float values[kVector], before[kVector];
+      unpack(i, values, before);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        float value = (float)widen(packs[i].value[j]);
-        float residual = RELU && RESIDUAL ? (float)widen(residuals[i].value[j]) : 0.f;
-        float gradient = masked(channel, value, residual, (float)widen(gradients[i].value[j]), j);
-        first[j % kKept] += gradient;
-        second[j % kKept] += gradient * (value - channel.mean[j % kKept]);
+        first[j % kKept] += before[j];
+        second[j % kKept] += before[j] * (kMeanLate ? values[j] : values[j] - channel.mean[j % kKept]);
       }
     }
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int j = 0; kMeanLate && j < kKept; ++j) second[j] -= channel.mean[j] * first[j];
   }
 };
 
 // The sums of dy and of dy * (x - mean) / deviation: the gradients of bias and weight, and what the others need of them.
 extern "C" __global__ void __launch_bounds__(512, RELU ? 1 : 2) reduce(Layer a) {
-  Reduce body;
-  body.x = a.x;
-  body.z = a.z;
-  body.dy = a.dy;
-  load_channel(a, body.channel);
-#pragma unroll
-  for (int j = 0; j < kKept; ++j) body.first[j] = body.second[j] = 0.f;
-  Walk walk(a, false);
-  each_batch<(RELU && RESIDUAL) || sizeof(Value) == 4 ? 2 : 3>(walk, body);
-  Pair pair = over_block<Sums>(a, body.first, body.second, 0.f);
-  if (!over_splits<Sums>(a, pair)) return;
-  int64 width = a.columns * kKept, channel = tile_of(a) * width + threadIdx.x;
-  if (threadIdx.x < width && channel < a.channels) {
-    pair.second *= a.saved[a.channels + channel];
-    if (a.weight_gradient) a.weight_gradient[channel] = Narrow<Parameter>::of(pair.second);
-    if (a.bias_gradient) a.bias_gradient[channel] = Narrow<Parameter>::of(pair.first);
-    if (a.out) {
-      publish(a, channel, pair.first);
-      publish(a, a.channels + channel, pair.second);
-    }
-  }
-  if (a.out) close_exchange(a);
+  __shared__ volatile Word* peers[kRanks];
+  __shared__ Numbers numbers;
+  Place place(a.sums);
+  Walk walk(a, a.sums, place, false);
+  Reduce body(a);
+  body.load(walk);
+  Sender sender(a, place, peers);
+  int64 own = place.channel(threadIdx.x);
+  if (serves(a, place)) numbers.fetch(a, own);
+  __syncthreads();
+  if (!kMeanLate) numbers.read(place, body.channel);
+  each_batch(walk, body);
+  if (kMeanLate) numbers.read(place, body.channel);
+  body.finish();
+  Pair pair = over_block<Sums>(place, body.first, body.second, 0.f, nullptr);
+  if (!over_splits<Sums>(a, a.sums, place, pair) || !serves(a, place)) return;
+  pair.second *= a.saved[a.channels + own];
+  if (a.weight_gradient) a.weight_gradient[own] = Narrow<Parameter>::of(pair.second);
+  if (a.bias_gradient) a.bias_gradient[own] = Narrow<Parameter>::of(pair.first);
+  if (a.out) sender.send(a, own, pair, 0.f, false);
 }
 
-// Half values have too few digits for a mean far from them to matter: one number less to hold.
-constexpr bool kMeanInOffset = sizeof(Value) == 2 && !RELU;
+constexpr int kGradientBatch = RELU && RESIDUAL ? 1 : 2;
 
-struct InputGradient {
-  const Value* x;
-  const Value* z;
-  const Value* dy;
+struct InputGradient : Backward<kGradientBatch> {
   Value* dx;
   Value* dz;
-  Channel channel;
   float slope[kKept], offset[kKept];
-  template <int BATCH> __device__ __forceinline__ void run(const int64 (&offsets)[BATCH]) {
-    Pack<Value, kVector> packs[BATCH], gradients[BATCH], residuals[BATCH];
+
+  __device__ __forceinline__ explicit InputGradient(const Layer& a) : Backward(a), dx(a.out), dz(a.dz) {}
+
+  __device__ __forceinline__ void load(Walk walk) { load_next(walk); }
+
+  __device__ __forceinline__ void use(Walk& walk) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      packs[i] = pack_at(x, offsets[i]);
-      gradients[i] = pack_at(dy, offsets[i]);
-      if (RELU && RESIDUAL) residuals[i] = pack_at(z, offsets[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int i = 0; i < kGradientBatch; ++i) {
+      if (walk.left <= 0) return;
+      int64 at = walk.next();
+      float values[kVector], before[kVector];
+      unpack(i, values, before);
+      Neighbours input, residual;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        float value = (float)widen(packs[i].value[j]);
-        float residual = RELU && RESIDUAL ? (float)widen(residuals[i].value[j]) : 0.f;
-        float gradient = masked(channel, value, residual, (float)widen(gradients[i].value[j]), j);
-        float centred = kMeanInOffset ? value : value - channel.mean[j % kKept];
-        if (RELU && RESIDUAL) residuals[i].value[j] = Narrow<Value>::of(gradient);
-        gradient = gradient * channel.scale[j % kKept] - centred * slope[j % kKept] - offset[j % kKept];
-        packs[i].value[j] = Narrow<Value>::of(gradient);
+        float centred = kMeanLate ? values[j] : values[j] - channel.mean[j % kKept];
+        float found = before[j] * channel.scale[j % kKept] - centred * slope[j % kKept] - offset[j % kKept];
+        input.value[j] = Narrow<Value>::of(found);
+        if (RELU && RESIDUAL) residual.value[j] = Narrow<Value>::of(before[j]);
       }
-      if (!RELU || dx) *(Pack<Value, kVector>*)(dx + offsets[i]) = packs[i];
-      if (RELU && RESIDUAL && dz) *(Pack<Value, kVector>*)(dz + offsets[i]) = residuals[i];
+      if (!RELU || dx) *(Neighbours*)(dx + at) = input;
+      if (RELU && RESIDUAL && dz) *(Neighbours*)(dz + at) = residual;
     }
   }
 };
 
+struct alignas(16) Slopes {
+  float slope[kTile], offset[kTile];
+};
+
 // out = weight / deviation * (dy - mean of dy - normalised x * mean of dy * normalised x), means over all ranks; dz = dy masked.
 extern "C" __global__ void __launch_bounds__(512, RELU ? 1 : 2) gradient(Layer a) {
-  __shared__ float slopes[kTile], offsets[kTile];
-  InputGradient body;
-  body.x = a.x;
-  body.z = a.z;
-  body.dy = a.dy;
-  body.dx = a.out;
-  body.dz = a.dz;
-  if (a.out) {
-    Pair pair;
-    float unused;
-    if (!over_ranks<Sums, false>(a, pair, unused)) return;
-    int64 width = a.columns * kKept, channel = tile_of(a) * width + threadIdx.x;
-    if (threadIdx.x < width && channel < a.channels) {
-      float inverse = a.saved[a.channels + channel], factor = inverse * weight_of(a, channel) / a.saved[3 * a.channels];
-      slopes[threadIdx.x] = factor * inverse * pair.second;
-      offsets[threadIdx.x] = factor * pair.first;
-      if (kMeanInOffset) offsets[threadIdx.x] -= a.saved[channel] * slopes[threadIdx.x];
-    }
-    __syncthreads();
+  __shared__ Numbers numbers;
+  __shared__ Slopes slopes;
+  Place place(a.spread);
+  Letters<Sums> letters;
+  if (a.out) letters.look(a, place, 0, threadIdx.x);
+  Walk walk(a, a.spread, place, true);
+  InputGradient body(a);
+  body.load(walk);
+  if (serves(a, place)) {
+    float count = a.saved[3 * a.channels];
+    slopes.slope[threadIdx.x] = numbers.fetch(a, place.channel(threadIdx.x));
+    slopes.offset[threadIdx.x] = numbers.scale[threadIdx.x] / count;
   }
-  load_channel(a, body.channel);
-#pragma unroll
-  for (int j = 0; j < kKept; ++j) {
-    int own = PLANES ? 0 : threadIdx.x % (int)a.columns * kKept + j;
-    body.slope[j] = a.out ? slopes[own] : 0.f;
-    body.offset[j] = a.out ? offsets[own] : 0.f;
+  Pair pair = {0.f, 0.f};
+  float unused;
+  if (a.out) letters.read(a, place, pair, unused);
+  if (serves(a, place)) {
+    float factor = slopes.offset[threadIdx.x], slope = factor * slopes.slope[threadIdx.x] * pair.second;
+    slopes.slope[threadIdx.x] = slope;
+    slopes.offset[threadIdx.x] = factor * pair.first - (kMeanLate ? numbers.mean[threadIdx.x] * slope : 0.f);
   }
-  Walk walk(a, true);
-  each_batch<RELU && RESIDUAL ? 1 : 2>(walk, body);
+  __syncthreads();
+  numbers.read(place, body.channel);
+  load(slopes.slope + place.column * kKept, body.slope);
+  load(slopes.offset + place.column * kKept, body.offset);
+  each_batch(walk, body);
 }
