@@ -56,12 +56,6 @@ _PARTS: Final = frozenset(
         "parallel",
     }
 )
-_NOT_OFFERED: Final = {
-    "transformer": "it lives on in Megatron Core (megatron.core.tensor_parallel, megatron.core.pipeline_parallel)",
-    "pyprof": "use torch.profiler",
-    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-    "distributed_testing": "use torch.testing._internal.common_distributed",
-}
 
 
 class DeprecatedFeatureWarning(FutureWarning):
@@ -92,9 +86,12 @@ def __getattr__(name: str) -> Any:
     # On first use, so that a script that needs one part does not pay for all of them.
     if name in _PARTS:
         return importlib.import_module(f"fabricamp.apex.{name}")
-    if name in _NOT_OFFERED:
-        raise AttributeError(f"fabricamp.apex has no {name}: {_NOT_OFFERED[name]} (docs/from-apex.md)")
-    raise AttributeError(f"module 'fabricamp.apex' has no attribute {name!r}")
+    from fabricamp.apex._not_offered import NOT_OFFERED
+    from fabricamp.errors import nearest
+
+    if f"apex.{name}" in NOT_OFFERED:
+        raise AttributeError(f"fabricamp.apex has no {name}: {NOT_OFFERED[f'apex.{name}']} (docs/from-apex.md)")
+    raise AttributeError(f"module 'fabricamp.apex' has no attribute {name!r}{nearest(name, _PARTS)}")
 
 
 def __dir__() -> list[str]:

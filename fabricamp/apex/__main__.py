@@ -6,17 +6,19 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import pkgutil
 import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fabricamp.apex.install import install
+from fabricamp.apex.install import install, share_with_children
+from fabricamp.errors import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 _SPELLINGS: Final = ("--local_rank", "--local-rank")
 _USAGE: Final = """usage: python -m fabricamp.apex [-m] script [arguments]
@@ -45,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"python -m fabricamp.apex: {problem}\n")
         raise SystemExit(2)
     install()
+    share_with_children()
+    if is_module and (problem := _missing_part(rest[0])):
+        sys.stderr.write(f"python -m fabricamp.apex: {problem}\n")
+        raise SystemExit(2)
     with _local_rank_as_known():
         if is_module:
             sys.argv[:] = rest
@@ -59,6 +65,8 @@ def _missing(name: str, *, is_module: bool) -> str:
         # A package's parents are left to the import itself: to look into them would run them.
         there = "." in name or name in sys.modules or importlib.util.find_spec(name) is not None
         return "" if there else f"there is no module {name!r} on Python's path ({Path.cwd()} is on it)"
+    if Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
+        return f"{name!r} is a folder without __main__.py; name the script in it"
     if Path(name).exists():
         return ""
     if name.startswith("-"):
@@ -67,13 +75,30 @@ def _missing(name: str, *, is_module: bool) -> str:
     return f"there is no file {name!r} in {Path.cwd()}{hint}"
 
 
+def _missing_part(name: str) -> str:
+    """Why there is no module ``name`` in its package, which this imports, as running it does; empty where there is."""
+    package, _, last = name.rpartition(".")
+    if not package:
+        return ""
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return ""
+    except ModuleNotFoundError as error:
+        if not f"{package}.".startswith(f"{error.name}."):
+            raise  # a line in the package imports what is not there
+        return f"there is no module {error.name!r} on Python's path, to run {name} of it ({Path.cwd()} is on it)"
+    parts = [one.name for one in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", ()))]
+    return f"there is no module {last!r} in {package!r}{nearest(last, parts)}"
+
+
 def _run_script(rest: list[str]) -> None:
     script = Path(rest[0])
     sys.argv[:] = rest
     # Where `python script.py` looks first; `python -m` has put the current folder there.
     if script.is_file():
         sys.path.insert(0, str(script.resolve().parent))
-    runpy.run_path(rest[0], run_name="__main__")
+    # Absolute, as `python script.py` has it in __file__: scripts change the folder.
+    runpy.run_path(str(script.absolute()), run_name="__main__")
 
 
 def _take_rank(arguments: list[str]) -> str | None:
@@ -117,5 +142,15 @@ def _with_rank(parser: argparse.ArgumentParser, given: list[str]) -> list[str]:
     return [f"{known[0]}={rank}", *given]
 
 
+def run() -> None:
+    """Runs :func:`main`; under torchrun, which shows it then, an error leaves its traceback in the file that torchrun names."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        main()
+        return
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)()
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["install"]
+__all__ = ["install", "share_with_children"]
 
 _HOME: Final = "fabricamp.apex"
 _FOLDER: Final = Path(__file__).parent
@@ -28,6 +29,8 @@ def install() -> None:
     Call it before the first of them; again changes nothing.  Processes that :mod:`multiprocessing` spawns find them too.  Raises
     :class:`ConfigError` where another package of one of these names is imported already.
     """
+    from fabricamp.apex._not_offered import tell_on_import
+
     extensions = {name: f"{_HOME}._extensions.{name}" for name in _extension_names()}
     for name in ("apex", *extensions):
         _refuse_another(name)
@@ -42,6 +45,13 @@ def install() -> None:
     # A spawned process gets our sys.path, and nothing else, before it imports the script; in this folder it finds apex.
     if str(_EXTENSIONS) not in sys.path:
         sys.path.insert(0, str(_EXTENSIONS))
+    tell_on_import()
+
+
+def share_with_children() -> None:
+    """Lets Python processes that are started from here, by whatever way, find them too: by their environment."""
+    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(_EXTENSIONS)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXTENSIONS), *others])
 
 
 def _extension_names() -> list[str]:

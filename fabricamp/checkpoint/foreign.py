@@ -80,25 +80,29 @@ def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
         if len(state.get("optimizer_states", ())) > 1:
             result["global_step"] = min(int(state["global_step"]), position["batches_done"])
     result["loops"] = {**state.get("loops", {}), "fit": position}
-    if "MixedPrecision" in state:
-        scaler = state["MixedPrecision"]
+    if "amp_scaling_state" in state:  # Lightning 1's, with apex inside
+        result["amp"] = _of_apex_scalers(state["amp_scaling_state"])
+    scaler = state.get("MixedPrecision") or state.get("native_amp_scaling_state")
+    if scaler:
         result["amp"] = _scaler_state([(scaler["scale"], scaler["_growth_tracker"])])
     return result
 
 
 def _from_apex(state: dict[str, Any]) -> dict[str, Any]:
-    scalers = {
-        int(number[1]): value
-        for name, value in state["amp"].items()
-        if (number := re.fullmatch(r"loss_scaler(\d+)", name))
-    }
     optimizers = state["optimizer"]
     return {
         "source": "apex",
         "state_dict": state["model"],
         "optimizer_states": list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers],
-        "amp": _scaler_state([(scalers[key]["loss_scale"], scalers[key]["unskipped"]) for key in sorted(scalers)]),
+        "amp": _of_apex_scalers(state["amp"]),
     }
+
+
+def _of_apex_scalers(amp: dict[str, Any]) -> dict[str, Any]:
+    scalers = {
+        int(number[1]): value for name, value in amp.items() if (number := re.fullmatch(r"loss_scaler(\d+)", name))
+    }
+    return _scaler_state([(scalers[key]["loss_scale"], scalers[key]["unskipped"]) for key in sorted(scalers)])
 
 
 def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:

@@ -5,20 +5,21 @@ Calls inside a forward are untouched.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fabricamp.precision.casting import cast_floating
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Boundary", "CachingBoundary", "InsideStep", "OpenBoundary", "OutsideStep"]
+__all__ = ["Boundary", "CachingBoundary", "InsideStep", "OpenBoundary", "OutsideStep", "forget_calls"]
 
 
 class _Calls(threading.local):
@@ -27,10 +28,29 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.armed = False
         self.caching = True
+        self.root: object = None
         self.stack: list[nn.Module] = []
 
 
 _CALLS = _Calls()
+
+
+def forget_calls() -> None:
+    """Forgets calls that an interrupt ended: torch runs hooks behind an ``Exception``, and ``KeyboardInterrupt`` is none."""
+    if _CALLS.stack:
+        _CALLS.stack.clear()
+        torch.set_autocast_cache_enabled(_CALLS.caching)
+        torch.clear_autocast_cache()
+
+
+def _runs(module: nn.Module, *, besides: nn.Module) -> bool:
+    """Returns whether a call of ``module`` goes on in this thread, not counting the call of ``besides`` that begins."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > (module is besides)
 
 
 class Boundary:
@@ -74,7 +94,9 @@ class Boundary:
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is still what the boundary was made for, not a copy that was converted to something else."""
-        return self.dtype is None or any(parameter.dtype == self.dtype for parameter in module.parameters())
+        # A replica of DataParallel's has its weights as plain attributes.
+        own = self.dtype is None or getattr(module, "_is_replica", False)
+        return own or any(parameter.dtype == self.dtype for parameter in module.parameters())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, or its exception: casts what goes to the step."""
@@ -93,16 +115,30 @@ class OpenBoundary(Boundary):
     """One that is always armed, for scripts: they call a module at any time and from any thread.
 
     The flag that tells calls apart is the other way round here, on outside of modules and off inside: a script sets nothing.
+    ``root`` is one object for all modules of a model.
     """
+
+    def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype, root: object) -> None:
+        super().__init__(dtype, output_dtype)
+        self.root = root
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward: casts what comes from the script."""
-        stack = _CALLS.stack
+        calls = _CALLS
+        stack = calls.stack
+        if (
+            stack
+            and (stack[0] is module or calls.root is not self.root)  # else it is a part of what runs
+            and not torch.compiler.is_compiling()
+            and not _runs(stack[0], besides=module)
+        ):
+            forget_calls()
         if stack:
             stack.append(module)
             return None
         if not torch.is_autocast_cache_enabled() or not self.is_of(module):
             return None
+        calls.root, calls.caching = self.root, True
         stack.append(module)
         torch.set_autocast_cache_enabled(False)
         return self.cast_inputs(args, kwargs)
@@ -135,6 +171,8 @@ class CachingBoundary:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
+        if _CALLS.stack and not _runs(_CALLS.stack[0], besides=module):
+            forget_calls()
         if not _CALLS.stack:
             _CALLS.caching = torch.is_autocast_cache_enabled()
         _CALLS.stack.append(module)

@@ -20,6 +20,7 @@ def as_found():
 @contextlib.contextmanager
 def kept():
     modules, path, argv, environment = dict(sys.modules), list(sys.path), list(sys.argv), dict(os.environ)
+    finders = list(sys.meta_path)
     parse = argparse.ArgumentParser.parse_known_args
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -30,7 +31,7 @@ def kept():
             # What torch and fabricamp have imported stays: a second copy of a class would not be the first one.
             if name.split(".")[0] in NAMES:
                 del sys.modules[name]
-        sys.path[:], sys.argv[:] = path, argv
+        sys.path[:], sys.argv[:], sys.meta_path[:] = path, argv, finders
         argparse.ArgumentParser.parse_known_args = parse
         os.environ.clear()
         os.environ.update(environment)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp.apex import amp
+from fabricamp import ops
+from fabricamp.apex import amp, normalization
 from fabricamp.optimizers import FusedAdam
 from tests.apex.amp_nets import ALL_OPTIMIZERS, LEVELS, batch, loss_of, net, same, snapshot, spoil, start, train
 
@@ -188,3 +189,52 @@ def test_apex_319_a_model_on_two_devices(level, name):
         amp.shutdown()
     steps = 2 if level == "O3" else 6
     assert losses["split"][:steps] == pytest.approx(losses["plain"][:steps], rel=1e-4 if level == "O0" else 0.05)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("level", LEVELS)
+def test_apex_269_data_parallel_around_an_initialized_model(level):
+    losses = {}
+    for chosen in (level, None):
+        model = net(device="cuda:0")
+        optimizer = ALL_OPTIMIZERS["FusedSGD"](model.parameters())
+        if chosen:
+            amp.initialize(model, optimizer, opt_level=chosen, verbosity=0)
+        wrapped = nn.DataParallel(model, device_ids=[0, 1])
+        losses[chosen] = []
+        for index in range(6):
+            x, y = batch(index, "cuda:0")
+            loss = F.cross_entropy(wrapped(x), y)
+            optimizer.zero_grad()
+            if chosen:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            losses[chosen].append(loss.item())
+        amp.shutdown()
+    steps = 2 if level == "O3" else 6
+    assert losses[level][:steps] == pytest.approx(losses[None][:steps], rel=1e-4 if level == "O0" else 0.05)
+
+
+@pytest.mark.parametrize("runner", ["cupy", "torch"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_apex_1999_evaluation_keeps_no_memory(runner, without):
+    names = ("FusedRMSNorm", "FusedLayerNorm", "MixedFusedRMSNorm", "MixedFusedLayerNorm")
+    layers = [getattr(normalization, name)(64).cuda() for name in names]
+    x = torch.ones(8, 64, device="cuda")
+    sizes = []
+    with without(), ops.dispatch.always(runner):
+        for _ in range(4):
+            for layer in layers * 10:
+                layer(x)
+            gc.collect()
+            sizes.append(torch.cuda.memory_allocated())
+    assert sizes[-1] <= sizes[1], sizes  # the first round may allocate what kernels share
+
+
+def test_apex_550_cupy_is_for_the_cuda_that_torch_has():
+    cupy = pytest.importorskip("cupy")
+    assert cupy.cuda.runtime.runtimeGetVersion() // 1000 == int(torch.version.cuda.partition(".")[0])
+    assert ops.backend("cuda")["adam"].name == "cupy"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fabricamp.apex import amp
+from fabricamp.apex import amp, fp16_utils
 from fabricamp.strategies.scripts import DistributedDataParallel
 from tests.apex.amp_nets import OPTIMIZERS, loss_of, net, start, train
 from tests.distributed.ranks import run_ranks
@@ -143,8 +143,44 @@ def steps_of_their_own(wrapper):
     return result
 
 
+def values_after_zeros(wrapper, *, to_none):
+    model, optimizer = start("O2", "FusedSGD")
+    wrapped = WRAPPERS[wrapper](model)
+    for index in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        passes(wrapped, optimizer, exchanged=index % 2 == 0)
+        optimizer.step()
+    masters = [one.detach().clone() for one in amp.master_params(optimizer)]
+    amp.shutdown()
+    return masters
+
+
+def values_of_the_old_optimizer(wrapper, *, to_none):
+    model = fp16_utils.network_to_half(net())
+    wrapped = WRAPPERS[wrapper](model)
+    optimizer = fp16_utils.FP16_Optimizer(OPTIMIZERS["SGD"](model.parameters()), static_loss_scale=128.0, verbose=False)
+    for index in range(3):
+        optimizer.zero_grad(to_none)
+        optimizer.backward(loss_of(wrapped, 10 * dist.get_rank() + index))
+        optimizer.step()
+    return [one.detach().clone() for group in optimizer.param_groups for one in group["params"]]
+
+
+def check_zeros():
+    """Gradients that are views of a wrapper's memory can be filled with zeros, as well as forgotten."""
+    for wrapper in WRAPPERS:
+        for values in (values_after_zeros, values_of_the_old_optimizer):
+            zeros, nothing = [values(wrapper, to_none=to_none) for to_none in (False, True)]
+            assert all(map(torch.equal, zeros, nothing))
+            everywhere = [one.clone() for one in zeros]
+            for one in everywhere:
+                dist.broadcast(one, 0)
+            assert all(map(torch.equal, zeros, everywhere))
+
+
 def everything():
     refused()
+    check_zeros()
     for wrapper in WRAPPERS:
         for level in ("O1", "O2"):
             check_accumulated(wrapper, level)

@@ -1,8 +1,9 @@
+import os
 import sys
 
 import pytest
 
-from fabricamp.apex.__main__ import main
+from fabricamp.apex.__main__ import main, run
 
 pytestmark = pytest.mark.usefixtures("as_found")
 
@@ -106,14 +107,60 @@ def test_argparse_is_put_back(script):
         (["missing.py"], "no file 'missing.py'"),
         (["missing"], "for a module write -m missing"),
         (["-m", "missing"], "no module 'missing'"),
+        (["-m", "missing.train"], "no module 'missing' on Python's path, to run missing.train of it"),
+        (["-m", "fabricamp.apexx"], "no module 'apexx' in 'fabricamp'; did you mean 'apex'?"),
+        (["."], "a folder without __main__.py"),
         (["--epochs=1", "train.py"], "--epochs=1 stands where the script has to"),
     ],
 )
-def test_nothing_to_run_is_said(capsys, arguments, said):
+def test_nothing_to_run_is_said(capsys, monkeypatch, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_package_whose_own_import_fails_shows_it(script, monkeypatch, tmp_path):
+    (tmp_path / "broken_package").mkdir()
+    script("import not_there_at_all\n", "broken_package/__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        main(["-m", "broken_package.train"])
+
+
+def test_torchrun_is_told_of_an_error(script, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["fabricamp.apex", script("1 / 0\n")])
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert "division by zero" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.parametrize("given", [0, 7, "a message", None])
+def test_the_exit_code_is_the_scripts(script, given):
+    with pytest.raises(SystemExit) as raised:
+        main([script(f"import sys\nsys.exit({given!r})\n")])
+    assert raised.value.code == given
+
+
+def test_an_interrupt_reaches_the_shell(script):
+    with pytest.raises(KeyboardInterrupt):
+        main([script("raise KeyboardInterrupt\n")])
+
+
+def test_a_script_that_changes_the_folder_still_knows_its_own(script, capsys, monkeypatch, tmp_path):
+    file = script(f"import os\nos.chdir({str(tmp_path.parent)!r})\nprint(open(__file__).read()[:9])\n")
+    monkeypatch.chdir(tmp_path)
+    main([file.removeprefix(f"{tmp_path}/")])
+    assert capsys.readouterr().out == "import os\n"
+
+
+def test_help_behind_a_script_is_the_scripts(script, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([script(PARSES.format(option="--local_rank")), "--help"])
+    assert raised.value.code == 0
+    assert "--epochs EPOCHS" in capsys.readouterr().out
 
 
 SPAWNS = """
@@ -134,3 +181,15 @@ if __name__ == "__main__":
 def test_workers_that_a_script_spawns_find_it_too(script, tmp_path):
     main([script(SPAWNS), str(tmp_path / "out")])
     assert (tmp_path / "out").read_text() == "0 fabricamp.apex.optimizers.fused_adam multi_tensor_scale\n"
+
+
+STARTS = """
+import subprocess, sys
+print(subprocess.check_output([sys.executable, "-c", "import apex, amp_C; print(apex.__name__)"], text=True))
+"""
+
+
+def test_processes_that_a_script_starts_find_it_too(script, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path[1:]))
+    main([script(STARTS)])
+    assert capsys.readouterr().out.strip() == "fabricamp.apex"

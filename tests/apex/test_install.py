@@ -4,10 +4,12 @@ import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import pytest
 
 import fabricamp.apex
+from fabricamp.apex._not_offered import NOT_OFFERED
 from fabricamp.errors import ConfigError
 from tests.apex.conftest import NAMES
 
@@ -122,3 +124,37 @@ def test_what_is_not_offered_says_what_to_use():
         _ = fabricamp.apex.transformer
     with pytest.raises(AttributeError, match="nonsense"):
         _ = fabricamp.apex.nonsense
+    with pytest.raises(AttributeError, match="did you mean 'optimizers'"):
+        _ = fabricamp.apex.optimisers
+
+
+@pytest.mark.parametrize(
+    ("line", "use"),
+    [
+        ("from apex import transformer", "Megatron Core"),
+        ("from apex.transformer import parallel_state", "Megatron Core"),
+        ("import apex.pyprof", "torch.profiler"),
+        ("from apex.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
+        ("from apex.contrib import fmha", "scaled_dot_product_attention"),
+        ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "ZeroRedundancyOptimizer"),
+        ("import fused_adam_cuda", "apex.contrib.optimizers.FusedAdam"),
+    ],
+)
+def test_an_import_of_what_is_not_offered_says_what_to_use(line, use):
+    fabricamp.apex.install()
+    with pytest.raises(ModuleNotFoundError, match=use):
+        exec(line, {})
+    exec(f"try:\n    {line}\nexcept ImportError:\n    pass", {})  # as scripts ask whether it is there
+    with pytest.raises(ImportError, match="nonsense"):
+        exec("from apex import nonsense", {})
+
+
+def test_the_page_names_what_is_not_offered():
+    page = (
+        (Path(fabricamp.__file__).parents[1] / "docs" / "from-apex.md")
+        .read_text()
+        .partition("## What is not offered")[2]
+    )
+    parts = [name.removeprefix("apex.") for name in NOT_OFFERED if name.startswith("apex.")]
+    sharded = {f"contrib.optimizers.distributed_fused_{name}" for name in ("adam", "lamb")}
+    assert [name for name in parts if f"`{name}`" not in page and name not in sharded] == []

@@ -276,7 +276,21 @@ def apex_1178_bf16_gradients_are_averaged():
             assert torch.equal(model.module.weight.grad, torch.full((2, 3), 1.5, dtype=torch.bfloat16))
 
 
+def parameters_that_came_by_a_back_door():
+    for options in ({}, {"message_size": 1}, {"delay_allreduce": True}):
+        model = parallel.DistributedDataParallel(nn.Linear(3, 2), **options)
+        model(torch.ones(1, 3)).sum().backward()
+        model.module._parameters["weight"] = nn.Parameter(torch.ones(2, 3))
+        model.needs_refresh = True
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+            assert torch.equal(model.module.weight.grad, torch.full((2, 3), 1.5))
+            assert not model.needs_refresh
+
+
 RANKS = [
+    parameters_that_came_by_a_back_door,
     apex_387_batches_of_different_sizes,
     apex_262_one_value_a_rank,
     apex_1768_channels_that_are_no_power_of_two,

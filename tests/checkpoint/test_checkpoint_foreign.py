@@ -102,6 +102,33 @@ def test_lightning_s_file_of_the_middle_of_an_epoch(tmp_path):
     assert after.lr_scheduler_configs[0].scheduler.last_epoch == 4
 
 
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+@pytest.mark.parametrize("scaling", ["amp_scaling_state", "native_amp_scaling_state", "neither"])
+def test_lightning_16149_a_file_of_lightning_1_with_the_state_of_apexs_amp(tmp_path, precision, scaling):
+    module, trainer = trained(6)
+    content = {
+        "epoch": 1,
+        "global_step": 6,
+        "pytorch-lightning_version": "1.4.9",
+        "state_dict": OrderedDict(module.state_dict()),
+        "callbacks": {},
+        "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    if scaling == "amp_scaling_state":
+        content[scaling] = OrderedDict(loss_scaler0={"loss_scale": 4096.0, "unskipped": 17})
+    elif scaling == "native_amp_scaling_state":
+        content[scaling] = {"scale": 4096.0, "growth_factor": 2.0, "growth_interval": 2000, "_growth_tracker": 17}
+    torch.save(content, tmp_path / "a.ckpt")
+    resumed = quiet_trainer(max_steps=8, max_epochs=-1, precision=precision)
+    resumed.fit(Scheduled(), loader(16), ckpt_path=tmp_path / "a.ckpt")
+    assert resumed.global_step == 8
+    if precision == "O2":
+        scaler = resumed.precision.state_dict()["scaler"]["scalers"][0]
+        expected = (65536.0, 2) if scaling == "neither" else (4096.0, 19)
+        assert (float(scaler["scale"]), int(scaler["growth"])) == expected
+
+
 def test_what_lightning_wrote_goes_on_as_if_fabricamp_had_written_it(tmp_path):
     module, trainer = trained(6)
     trainer.save_checkpoint(tmp_path / "ours.ckpt")

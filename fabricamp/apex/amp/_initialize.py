@@ -19,7 +19,7 @@ from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.base import demands_closure
-from fabricamp.precision.boundary import CachingBoundary, OpenBoundary
+from fabricamp.precision.boundary import CachingBoundary, OpenBoundary, forget_calls
 from fabricamp.precision.casting import own_tensors
 from fabricamp.precision.conversion import bound, check_autocast, convert
 from fabricamp.precision.master_weights import MasterWeights
@@ -60,12 +60,12 @@ class Conversion:
             _attach(self._handles, model, CachingBoundary(level.cast_model_outputs))
         elif dtype is torch.float32:
             _bring_up(model)
-            _attach(self._handles, model, OpenBoundary(dtype, outputs))
+            _attach(self._handles, model, OpenBoundary(dtype, outputs, object()))
         else:
             keep = level.keep_batchnorm_fp32
             converted = convert(model, dtype, self.full, keep_batchnorm_fp32=keep)
             # Boundaries are plain data and stay with copies of the model; full values do not.
-            make = functools.partial(OpenBoundary, dtype, outputs)
+            make = functools.partial(OpenBoundary, dtype, outputs, object())
             self._handles += bound(model, converted, make, keep_batchnorm_fp32=keep)
             self.full.watch_saving(model.modules(), exact=self.has_masters)
         if self.has_masters or (dist.is_available() and dist.is_initialized()):
@@ -223,6 +223,8 @@ def begin(models: list[nn.Module], optimizers: list[Any], level: Level, *, patch
     if not torch.backends.cudnn.enabled:
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     optimizers = list({id(one): one for one in optimizers}.values())
+    # What torch.compile returns is a shell: hooks on both it cannot trace.
+    models = [getattr(model, "_orig_mod", model) for model in models]
     _check_optimizers(optimizers, level)
     _release_known(models, optimizers)
     _check_models(models)
@@ -283,6 +285,7 @@ def _device_of(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> torch.
 
 def stop_casts() -> None:
     """Turns off what an earlier O1 has turned on."""
+    forget_calls()
     handle = _amp_state.__dict__.pop("handle", None)
     if handle is not None:
         handle._deactivate()

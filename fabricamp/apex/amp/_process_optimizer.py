@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,16 @@ def _add_group(self: Any, param_group: dict[str, Any]) -> None:
     self._amp_stash.add_param_group(param_group)
 
 
+def _copy(self: Any, memo: dict[int, Any]) -> Any:
+    own = self.__dict__.pop("__deepcopy__")
+    try:
+        result = copy.deepcopy(self, memo)
+    finally:
+        self.__dict__["__deepcopy__"] = own
+    result._copied_masters = self._amp_stash.has_masters  # scale_loss refuses it
+    return result
+
+
 def _lazy_init(self: Any) -> None:
     self._amp_stash.lazy_init()
 
@@ -109,6 +120,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "step": _step,
     "zero_grad": _zero_grad,
     "add_param_group": _add_group,
+    "__deepcopy__": _copy,
     "_lazy_init_maybe_master_weights": _lazy_init,
     "_amp_lazy_init": _lazy_init,
     "_prepare_amp_backward": _prepare,

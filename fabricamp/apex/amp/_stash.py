@@ -21,11 +21,11 @@ from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overf
 from fabricamp.strategies.scripts import wrappers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["AmpOptimizerState"]
+__all__ = ["AmpOptimizerState", "give_masters"]
 
 logger = logging.getLogger("fabricamp")
 
@@ -57,6 +57,17 @@ class _Unscaling(NamedTuple):
     """A source, what is there from earlier passes, and where the sum goes."""
     sparse: list[tuple[Tensor, Tensor, Tensor]]
     """A target, its new gradient, and the one that it had."""
+
+    def in_reals(self) -> _Unscaling:
+        """Returns it with complex gradients as what they are in memory: twice as many real numbers."""
+        if not any(one.is_complex() for one in self.incoming):
+            return self
+        return _Unscaling(
+            [_reals(one) for one in self.incoming],
+            [(_reals(one), _reals(place)) for one, place in self.fresh],
+            [(_reals(one), _reals(earlier), _reals(place)) for one, earlier, place in self.added],
+            self.sparse,
+        )
 
 
 class AmpOptimizerState(ParameterLists):
@@ -127,7 +138,11 @@ class AmpOptimizerState(ParameterLists):
         rows = [(kept, one) for one, kept in zip(self.binding.holders, self.kept, strict=True) if kept is not None]
         for kept, holder in rows:
             holder.grad = (kept * scale).to(holder.dtype) if kept.is_sparse else torch.empty_like(holder)
-        dense = [(kept, holder.grad) for kept, holder in rows if not kept.is_sparse]
+        dense = [
+            (_reals(kept), _reals(holder.grad))
+            for kept, holder in rows
+            if holder.grad is not None and not kept.is_sparse
+        ]
         if dense:
             sources, places = zip(*dense, strict=True)
             multiply(sources, places, scale)
@@ -158,6 +173,8 @@ class AmpOptimizerState(ParameterLists):
                 if kept is not None:
                     target.grad = kept
                 continue
+            if new.is_complex() and new.is_conj():
+                holder.grad = new = new.resolve_conj()
             work.incoming.append(new)
             if kept is None:
                 work.fresh.append(pair(Gradient(holder, target, new)))
@@ -166,7 +183,7 @@ class AmpOptimizerState(ParameterLists):
             else:
                 target.grad = into = new if holder is target else kept
                 work.added.append((new, kept, into))
-        return work
+        return work.in_reals()
 
     @torch.no_grad()
     def distribute(self, work: _Unscaling, multiplier: Tensor | float) -> None:
@@ -199,7 +216,12 @@ class AmpOptimizerState(ParameterLists):
 
     def may_skip_on_device(self) -> bool:
         """Returns whether the next step can be left out without the host knowing."""
+        self._leave_what_cpus_lack()
         return isinstance(self.optimizer, FusedOptimizer) or may_skip(self.optimizer)
+
+    def _leave_what_cpus_lack(self) -> None:
+        if isinstance(self.optimizer, torch.optim.SGD) and _half_on_cpu(self.binding.targets):
+            leave_fused(self.optimizer, tell=is_rank_zero())
 
     def flag(self, found_inf: Tensor) -> None:
         """Takes note, on the device, of what one of the window's passes found."""
@@ -253,8 +275,7 @@ class AmpOptimizerState(ParameterLists):
             optimizer.gather(None, self.binding.copies if has_masters else None)
             optimizer.steer(self._state if self._flagged else None, skips=self._flagged)
             return self.own_step()
-        if isinstance(optimizer, torch.optim.SGD) and _half_on_cpu(self.binding.targets):
-            leave_fused(optimizer, tell=is_rank_zero())
+        self._leave_what_cpus_lack()
         result = None
         if self._flagged:
             run_unless_overflow(optimizer, self._state.found_inf, self.own_step)
@@ -309,7 +330,7 @@ class AmpOptimizerState(ParameterLists):
         for holder, target in self.binding.apart:
             target.grad = None
             if to_none is False and holder.grad is not None:
-                holder.grad.detach_().zero_()
+                holder.grad = holder.grad.detach().zero_()  # a wrapper's are views, which nothing detaches in place
             else:
                 holder.grad = None
         self.kept, self.settle, self._resent = [], None, False
@@ -318,14 +339,24 @@ class AmpOptimizerState(ParameterLists):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds parameters, with masters for half ones."""
         self._add_param_group(group)
-        masters = next((one for one in _amp_state.conversions.values() if one.has_masters), None)
-        if masters is not None and self.binding.apart:
-            masters.adopt_half(self.optimizer.param_groups[-1]["params"])
+        if self.binding.apart:
+            give_masters(self.optimizer.param_groups[-1:])
         self.binding.refresh()
+
+
+def give_masters(groups: Sequence[dict[str, Any]]) -> None:
+    """Gives half weights of ``groups`` masters that came to no ``initialize``: those of a model's copy, or of a new part."""
+    masters = next((one for one in _amp_state.conversions.values() if one.has_masters), None)
+    if masters is not None:
+        masters.adopt_half([one for group in groups for one in group["params"]])
 
 
 def _device_of(optimizer: Any) -> torch.device:
     return next((one.device for group in optimizer.param_groups for one in group["params"]), torch.device("cpu"))
+
+
+def _reals(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient
 
 
 def _own(gradient: Tensor | None) -> Tensor | None:

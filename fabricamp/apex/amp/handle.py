@@ -11,6 +11,7 @@ import torch
 
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero, maybe_print
 from fabricamp.apex.amp._process_optimizer import process_optimizer
+from fabricamp.apex.amp._stash import give_masters
 from fabricamp.errors import ConfigError, NonFiniteError
 from fabricamp.precision.autocast import Autocast, without_autocast
 
@@ -131,14 +132,28 @@ def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:
     for optimizer in given:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
-        if "_amp_stash" not in optimizer.__dict__ and is_rank_zero():
-            logger.warning(
-                "fabricamp: this %s was built after amp.initialize, or never passed to it; it is used as if it had been. Build "
-                "it before `model, optimizer = amp.initialize(model, optimizer)`",
-                type(optimizer).__name__,
-            )
+        if "_amp_stash" not in optimizer.__dict__:
+            _adopt(optimizer)
         stashes.append(process_optimizer(optimizer))
     return list(dict.fromkeys(stashes))
+
+
+def _adopt(optimizer: Any) -> None:
+    """Tells of an optimizer that ``initialize`` has not seen; half weights of it, of a model's copy, get masters too."""
+    kind = type(optimizer).__name__
+    if optimizer.__dict__.get("_copied_masters", False):
+        raise AmpError(
+            f"this {kind} is a copy.deepcopy of one that updates the fp32 masters of a half model, and of its masters no model is "
+            "rounded. Build model and optimizer anew, pass them to amp.initialize, then give each the state_dict() of the other"
+        )
+    if is_rank_zero():
+        logger.warning(
+            "fabricamp: this %s was built after amp.initialize, or never passed to it; it is used as if it had been. Build "
+            "it before `model, optimizer = amp.initialize(model, optimizer)`",
+            kind,
+        )
+    if _amp_state.opt_properties.master_weights:
+        give_masters(optimizer.param_groups)
 
 
 def _scaler_of(loss_id: int) -> LossScaler:
@@ -162,7 +177,8 @@ def _unscale(
     if not checks:
         return
     waits = scaler.dynamic and not all(stash.may_skip_on_device() for stash in stashes)
-    overflowed, hopeless = scaler.close(loss.detach(), waits=waits, loss_id=loss_id)
+    whole = loss.detach() if loss.numel() == 1 else loss.detach().mean()  # a script may reduce it inside the context
+    overflowed, hopeless = scaler.close(whole, waits=waits, loss_id=loss_id)
     if hopeless:
         raise NonFiniteError(_why_hopeless(stashes, scaler))
     if scaler.dynamic and not waits:

@@ -193,7 +193,7 @@ class LossScaler:
         statistics = [
             ops.gradient_statistics(some, state.scale.to(device)).to(self.device)
             for device, (some,) in by_device([values_of(gradient) for gradient in gradients])
-        ]
+        ] or [ops.gradient_statistics([], state.scale)]
         whole = torch.cat(statistics) if len(statistics) != 1 else statistics[0]
         ops.finish(state, whole, scale=state.scale)
         self._open = True

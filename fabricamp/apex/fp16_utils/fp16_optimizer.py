@@ -106,7 +106,7 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
             if holder.grad is None or set_grads_to_None:
                 holder.grad = None
             else:
-                holder.grad.detach_().zero_()
+                holder.grad = holder.grad.detach().zero_()  # a wrapper's are views, which nothing detaches in place
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Runs backward on the scaled loss; then :meth:`update_master_grads` unless told not to."""

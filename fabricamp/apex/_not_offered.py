@@ -1,0 +1,76 @@
+"""What apex had and fabricamp has not: the words with which an import of it fails."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+__all__ = ["NOT_OFFERED", "tell_on_import"]
+
+_SHARDED: Final = "use torch.distributed.optim.ZeroRedundancyOptimizer or torch.distributed.fsdp"
+_ATTENTION: Final = "use torch.nn.functional.scaled_dot_product_attention"
+_COMPILED: Final = "use torch's modules under torch.compile"
+_SYMMETRIC: Final = "use torch.distributed._symmetric_memory, torch.cuda.MemPool"
+_OWN: Final = "it has a project of its own"
+_SOFTMAX: Final = "use torch.softmax under torch.compile, or torch.nn.functional.scaled_dot_product_attention"
+
+NOT_OFFERED: Final = {
+    "apex.transformer": "it lives on in Megatron Core (megatron.core.tensor_parallel, megatron.core.pipeline_parallel)",
+    "apex.pyprof": "use torch.profiler",
+    "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "apex.distributed_testing": "use torch.testing._internal.common_distributed",
+    "apex.contrib.bottleneck": _COMPILED,
+    "apex.contrib.conv_bias_relu": _COMPILED,
+    "apex.contrib.cudnn_gbn": _COMPILED,
+    "apex.contrib.fmha": _ATTENTION,
+    "apex.contrib.gpu_direct_storage": "use torch.cuda.gds",
+    "apex.contrib.group_norm": "use torch.nn.GroupNorm with channels-last tensors, under torch.compile",
+    "apex.contrib.multihead_attn": _ATTENTION,
+    "apex.contrib.nccl_allocator": _SYMMETRIC,
+    "apex.contrib.nccl_p2p": _SYMMETRIC,
+    "apex.contrib.openfold_triton": _OWN,
+    "apex.contrib.optimizers.distributed_fused_adam": _SHARDED,
+    "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED,
+    "apex.contrib.peer_memory": _SYMMETRIC,
+    "apex.contrib.torchsched": _OWN,
+    "apex.contrib.transducer": "use torchaudio.functional.rnnt_loss",
+    "bnp": "use apex.contrib.groupbn",
+    "distributed_adam_cuda": _SHARDED,
+    "distributed_lamb_cuda": _SHARDED,
+    "fast_layer_norm": "use apex.contrib.layer_norm",
+    "focal_loss_cuda": "use apex.contrib.focal_loss",
+    "fused_adam_cuda": "use apex.contrib.optimizers.FusedAdam",
+    "fused_dense_cuda": "use apex.fused_dense",
+    "fused_index_mul_2d": "use apex.contrib.index_mul_2d",
+    "fused_lamb_cuda": "use apex.optimizers.FusedLAMB",
+    "fused_rotary_positional_embedding": "write it in torch, under torch.compile",
+    "fused_weight_gradient_mlp_cuda": "use Megatron Core",
+    "generic_scaled_masked_softmax_cuda": _SOFTMAX,
+    "scaled_masked_softmax_cuda": _SOFTMAX,
+    "scaled_softmax_cuda": _SOFTMAX,
+    "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
+}
+"""What to use instead, by the name that scripts import."""
+
+
+class _Finder:
+    """Stands last on ``sys.meta_path``: asked for what nobody has found."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        """Raises for what is not offered: ``from apex import x`` would not show an error of :func:`__getattr__`'s."""
+        known = name.removeprefix("fabricamp.")
+        if known in NOT_OFFERED:
+            raise ModuleNotFoundError(
+                f"fabricamp's apex has no {known}: {NOT_OFFERED[known]} (docs/from-apex.md)", name=known
+            )
+        return None
+
+
+def tell_on_import() -> None:
+    """Lets imports of what is not offered say what to use."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.append(_Finder)
