@@ -17,9 +17,20 @@ from fabricamp.precision.nonfinite import NAN_POLICIES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Settings", "as_callbacks", "as_loggers", "check_settings", "refuse_unknown"]
+__all__ = ["LIGHTNINGS", "Settings", "as_callbacks", "as_loggers", "check_settings", "refuse_unknown"]
 
 INFINITE = math.inf
+
+# Arguments of Lightning's Trainer that have another form here: the nearest name would lead astray.
+LIGHTNINGS = {
+    "barebones": "leave it out: what is switched off costs nothing (logger=False, enable_progress_bar=False, and so on)",
+    "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False) for what loggers shall not get",
+    "model_registry": "leave it out, and upload ModelCheckpoint's best_model_path after fit",
+    "plugins": "pass precision= and strategy= an object, such as OptLevel('O2', loss_scale=128.0) or DDP(bucket_cap_mb=50)",
+    "profiler": "leave it out, and run torch.profiler around fit or in a Callback",
+    "reload_dataloaders_every_n_epochs": "leave it out, and give the dataset or sampler a set_epoch(epoch), called before each one",
+    "suggest_integrations": "leave it out",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +163,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
     """Raises :class:`ConfigError` for the first argument that the Trainer does not have."""
     known = list(known)
     for name in given:
+        if name in LIGHTNINGS:
+            raise ConfigError(f"Trainer has no argument {name!r}, which is Lightning's; {LIGHTNINGS[name]}")
         raise ConfigError(f"Trainer has no argument {name!r}{nearest(name, known)} (known: {', '.join(known)})")
 
 

@@ -156,21 +156,24 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_validation_model_train(self) -> None:
-        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_eval(self) -> None:
         """Switches to evaluation."""
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_train(self) -> None:
-        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_predict_model_eval(self) -> None:
         """Switches to evaluation."""
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_predict_model_train(self) -> None:
-        """Switches back, where overridden; else the Trainer gives every submodule its noted mode."""
+        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""

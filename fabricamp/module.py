@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fabricamp.checkpoint import read_checkpoint
@@ -238,32 +239,45 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> None:
         """Logs a scalar or a torchmetrics object: at steps, over the epoch, or both; epoch values are always those of all ranks.
 
-        The value stays on the device and is read with all others at the next flush (every ``log_every_n_steps``).
+        The value is copied without its graph, stays on the device and is read with all others at the next flush (every
+        ``log_every_n_steps``).  ``sync_dist`` concerns a step's values.  A mean is weighted by ``batch_size``, by default the
+        length of the batch's first tensor.  ``enable_graph`` and ``metric_attribute`` are taken and change nothing.
         """
         metrics = self._attachment.metrics
         if metrics is None:
             raise ConfigError(
                 f"self.log({name!r}, ...) works inside a Trainer's fit, validate and test; there is none running"
             )
-        metrics.log(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        call = (
+            name, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only
         )  # fmt: skip
+        metrics.keep(call, value, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """Logs every entry of a dict, or of a torchmetrics collection, with the same options as :meth:`log`."""
         # A MetricCollection's own items() copies states and drops its prefix unless told otherwise.
         collection = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "compute_groups") else {}
         for name, value in dictionary.items(**collection):
-            self.log(name, value, **options)
+            self.log(name, value, *arguments, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once, not once a process."""
         self.trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Tensor) -> Tensor:
-        """Returns ``data`` of every rank, stacked along a new first dimension."""
-        return self.trainer.strategy.all_gather(data)
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Returns ``data`` of every rank, stacked along a new first dimension (of one process too), without gradients.
+
+        ``data`` is a tensor, a number, or a collection of such, with the same keys and shapes on every rank.
+        """
+        if sync_grads or group is not None:
+            raise ConfigError(
+                f"all_gather(group={group!r}, sync_grads={sync_grads}) is not possible: values come from all ranks and have no "
+                "gradients; torch.distributed.nn.functional.all_gather has both"
+            )
+        strategy, device = self.trainer.strategy, self.device
+        return apply_to_collection(
+            data, (Tensor, float, int), lambda one: strategy.all_gather(torch.as_tensor(one, device=device))
+        )
 
     # -- where the run stands ----------------------------------------------------------------------------------------------------
 

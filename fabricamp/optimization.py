@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.errors import ConfigError, nearest
 
@@ -167,7 +167,7 @@ def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
             )
     scheduler = options.get("scheduler")
     plateau = isinstance(scheduler, ReduceLROnPlateau)
-    if not (plateau or isinstance(scheduler, LRScheduler) or callable(getattr(scheduler, "step", None))):
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step()")
     options.setdefault("monitor", monitor)
     options.setdefault("reduce_on_plateau", plateau)

@@ -91,6 +91,11 @@ class TrainerProperties:
         return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
 
     @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """Every :class:`EarlyStopping`."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
     def train_dataloader(self) -> Any:
         """The loader that is trained on."""
         return self._opened.data.train_loader
@@ -99,6 +104,16 @@ class TrainerProperties:
     def val_dataloaders(self) -> list[Any]:
         """The loaders that are validated on."""
         return self._opened.data.evaluation_loaders("val")
+
+    @property
+    def test_dataloaders(self) -> list[Any]:
+        """The loaders that are tested on."""
+        return self._opened.data.evaluation_loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> list[Any]:
+        """The loaders whose batches are predicted."""
+        return self._opened.data.evaluation_loaders("predict")
 
     @property
     def _opened(self) -> Session:
@@ -139,6 +154,11 @@ class TrainerProperties:
     def testing(self) -> bool:
         """Whether ``test`` runs."""
         return self.state.stage is Stage.TEST
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or ``test`` runs."""
+        return self.validating or self.testing
 
     @property
     def predicting(self) -> bool:
@@ -198,6 +218,16 @@ class TrainerProperties:
         return self.settings.accumulate_grad_batches
 
     @property
+    def gradient_clip_val(self) -> float | None:
+        """What gradients are limited to; None for no limit."""
+        return self.settings.clip.value if self.settings.clip is not None else None
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """What is limited: the "norm" of all gradients, or each "value"; None for no limit."""
+        return self.settings.clip.algorithm if self.settings.clip is not None else None
+
+    @property
     def log_every_n_steps(self) -> int:
         """The number of steps between two flushes of logged values."""
         return self.settings.log_every_n_steps
@@ -216,6 +246,31 @@ class TrainerProperties:
     def fast_dev_run(self) -> int:
         """The number of batches of a trial run, 0 for a real one."""
         return self.settings.fast_dev_run
+
+    @property
+    def overfit_batches(self) -> float:
+        """How many batches (int), or which share of them (float), training and validation have; 0 for all."""
+        return self.settings.overfit_batches
+
+    @property
+    def limit_train_batches(self) -> float:
+        """How many batches an epoch has at most (int), or which share of the loader's (float)."""
+        return self.settings.limit_batches["train"]
+
+    @property
+    def limit_val_batches(self) -> float:
+        """The same of each validation loader."""
+        return self.settings.limit_batches["val"]
+
+    @property
+    def limit_test_batches(self) -> float:
+        """The same of each loader to test."""
+        return self.settings.limit_batches["test"]
+
+    @property
+    def limit_predict_batches(self) -> float:
+        """The same of each loader to predict."""
+        return self.settings.limit_batches["predict"]
 
     @property
     def default_root_dir(self) -> str:
@@ -282,6 +337,11 @@ class TrainerProperties:
     def world_size(self) -> int:
         """The number of processes; known before the first run too."""
         return self.num_processes if self._launches else self.strategy.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """The number of processes, and devices, on this node."""
+        return self.num_processes
 
     @property
     def num_nodes(self) -> int:

@@ -40,7 +40,7 @@ class Registry(Generic[Part]):
             self._load_third_parties()
             builder = self._builders.get(name)
         if builder is None:
-            known = ", ".join(repr(other) for other in self.names())
+            known = ", ".join(repr(other) for other in self.names()) or "no name so far"
             raise ConfigError(
                 f"{self._argument}={name!r} is not known{nearest(name, self._builders)} "
                 f"(known: {known}; or pass an object with options)"

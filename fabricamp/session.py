@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabricamp.checkpoint import (
     check_content,
     check_counters,
@@ -16,6 +18,7 @@ from fabricamp.checkpoint import (
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.loggers.run_folder import RunFolderLogger
 from fabricamp.loop import FitLoop
 from fabricamp.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.metrics import Metrics
@@ -99,6 +102,8 @@ class Session:
             self._synchronise_batchnorm()
         self.precision.accumulating = self.settings.accumulate_grad_batches > 1 and self.module.automatic_optimization
         self.precision.convert_module(self.module)
+        if ckpt_path is not None and self.module.dtype is torch.float64:
+            self._load_weights(ckpt_path)  # once more: fp32 could not hold them
         if self.stage is Stage.FIT:
             self._open_optimizers()
             self._restore(ckpt_path)
@@ -137,6 +142,10 @@ class Session:
         self.checkpoint = read_together(path, self.module, self.strategy)
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
+        self._load_weights(path)
+
+    def _load_weights(self, path: str) -> None:
+        assert self.checkpoint is not None
         with fitting(path, "weights"):
             restore_weights(self.module, self.checkpoint, path)
 
@@ -377,3 +386,5 @@ class Session:
             if self.trainer.is_global_zero:
                 one.save()
                 one.close()
+                if failed and isinstance(one, RunFolderLogger):
+                    one.give_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from fabricamp.hooks import ModuleHooks, overrides
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
 from fabricamp.rng import global_seed
+from fabricamp.state import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 __all__ = ["DataSource", "Source"]
+
+logger = logging.getLogger("fabricamp")
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -39,6 +43,12 @@ class Source:
     train: Any = None
     evaluation: Any = None
     datamodule: DataModule | None = None
+    stage: Stage = Stage.FIT
+
+    def given(self, name: str) -> Any:
+        """What was given as loaders for ``name`` ("train", "val", "test" or "predict")."""
+        kind = {Stage.TEST: "test", Stage.PREDICT: "predict"}.get(self.stage, "val")
+        return self.train if name == "train" else self.evaluation if name == kind else None
 
 
 class DataSource:
@@ -62,7 +72,7 @@ class DataSource:
     def train_loader(self) -> Any:
         """The loader to train on; the same number of batches on every rank, or an error on each."""
         if self._train_loader is None:
-            loader = self._ask("train", self._source.train)
+            loader = self._ask("train")
             if loader is None:
                 raise ConfigError(
                     "there is nothing to train on: pass train_dataloaders or a datamodule, or write "
@@ -111,9 +121,14 @@ class DataSource:
         if name not in self._evaluation:
             limit = self._settings.limit_batches[name]
             used = limit != 0 and (name != "val" or overrides(self._module, "validation_step", TrainingModule))
-            found = self._ask(name, self._source.evaluation) if used else None
+            found = self._ask(name) if used else None
+            if not used and limit != 0 and self._source.given(name) is not None and self._strategy.rank == 0:
+                logger.warning(
+                    "fabricamp: val_dataloaders are given, but %s has no validation_step: nothing is validated",
+                    type(self._module).__name__,
+                )
             if found is not None and name == "val" and self._settings.overfit_batches:
-                found = self._ask("train", self._source.train)
+                found = self._ask("train")
             label = "val_dataloaders" if name == "val" else "dataloaders"
             loaders = [self._wire(one, train=False) for one in _as_list(found)]
             lengths = [limit_batches(loader_length(one, label), limit, f"limit_{name}_batches") for one in loaders]
@@ -176,7 +191,8 @@ class DataSource:
 
         return prepare
 
-    def _ask(self, name: str, given: Any) -> Any:
+    def _ask(self, name: str) -> Any:
+        given = self._source.given(name)
         if given is not None:
             return given
         datamodule = self._source.datamodule

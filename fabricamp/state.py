@@ -36,7 +36,7 @@ class Scope(enum.Enum):
     The loop changes it only where it changes (a few times an epoch), so a step pays nothing for it.
     """
 
-    NOWHERE = "outside fit, validate and test"
+    NOWHERE = "a hook outside the epochs, or before fit, validate and test"
     TRAIN_STEP = "training_step or a hook around it"
     TRAIN_EPOCH = "a train epoch hook"
     EVAL_STEP = "validation_step, test_step or a hook around them"

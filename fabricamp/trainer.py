@@ -292,7 +292,7 @@ class Trainer(TrainerProperties):
             raise ConfigError(
                 f"{type(module).__name__} has no configure_optimizers, which fit needs; return an optimizer from it, or None"
             )
-        return module, Source(train=train, evaluation=evaluation, datamodule=datamodule)
+        return module, Source(train=train, evaluation=evaluation, datamodule=datamodule, stage=stage)
 
     def _enter(self, stage: Stage, module: TrainingModule, source: Source) -> None:
         """Takes this process's place, and makes the session."""

@@ -6,6 +6,7 @@ import enum
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
@@ -58,6 +59,11 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = True,
     ) -> None:
+        check_kind(self, "a string", monitor=monitor)
+        check_kind(self, "a whole number", patience=patience)
+        check_kind(self, "a number", min_delta=min_delta)
+        thresholds = {"stopping_threshold": stopping_threshold, "divergence_threshold": divergence_threshold}
+        check_kind(self, "a number", optional=True, **thresholds)
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience

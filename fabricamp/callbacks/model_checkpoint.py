@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabricamp.callbacks._cadence import Cadence, Every, parse_every
 from fabricamp.callbacks._file_names import FileName
+from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.callbacks._save_plan import Plan, Planner
@@ -78,6 +79,11 @@ class ModelCheckpoint(Callback):
         enable_version_counter: bool = True,
         every: str | None = None,
     ) -> None:
+        check_kind(self, "a path", optional=True, dirpath=dirpath)
+        check_kind(self, "a string", optional=True, filename=filename, monitor=monitor, every=every)
+        check_kind(self, "a whole number", save_top_k=save_top_k)
+        steps_and_epochs = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
+        check_kind(self, "a whole number", optional=True, **steps_and_epochs)
         self.dirpath = None if dirpath is None else places.normal(dirpath)
         self.filename = filename
         self.monitor = monitor

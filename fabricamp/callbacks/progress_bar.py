@@ -53,6 +53,7 @@ class ProgressBar(Callback):
         self._screen: Screen | None = None
         self._train: Track | None = None
         self._evaluation: Track | None = None
+        self._outdated = False
         self._opened = 0.0
         self._label = ""
         self._totals: list[float] = []
@@ -90,6 +91,9 @@ class ProgressBar(Callback):
         self._train = Track(label, done=trainer.state.batch_idx)
         self._train.total = _train_total(trainer, self._train.done)
         self._open(trainer)
+        if self._outdated and self._screen is not None and self._screen.is_live:
+            self._draw(trainer)
+        self._outdated = False
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -197,7 +201,8 @@ class ProgressBar(Callback):
     def _close_evaluation(self, trainer: Trainer) -> None:
         """Leaves the line of a run of its own; the sanity check leaves none."""
         track, self._evaluation = self._evaluation, None
-        if track is None or self._stage == "fit":
+        self._outdated = self._stage == "fit"  # the first batch may take long: it shall not look like the sanity check
+        if track is None or self._outdated:
             return
         metrics = [] if self._stage == "predict" else _metrics(trainer)
         self._pending = [(self._label, ""), *metrics, ("", duration(monotonic() - self._opened))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabricamp.data.lengths import known_length, loader_length
@@ -25,7 +25,7 @@ _END = object()
 
 
 class CombinedLoader:
-    """One batch of every loader at a time, in the collection they came in (dict, list or tuple).
+    """One batch of every loader at a time, in the collection they came in (dict, list or tuple; these may hold others).
 
     ``max_size_cycle``: as long as the longest, shorter ones start again (in another order where they are shuffled);
     ``max_size``: as long as the longest, None for those that ended; ``min_size``: as long as the shortest;
@@ -47,8 +47,11 @@ class CombinedLoader:
         self.loaders = loaders
         self.mode = mode
         self._epoch = 0
+        inner = [combine(loaders[key], mode) for key in self._keys]
+        if any(one is not loaders[key] for one, key in zip(inner, self._keys, strict=True)):
+            self.loaders = self.collect(inner)
         for key in self._keys:
-            loader_length(loaders[key], f"CombinedLoader[{key!r}]")
+            loader_length(self.loaders[key], f"CombinedLoader[{key!r}]")
 
     @property
     def members(self) -> list[Any]:
@@ -229,15 +232,15 @@ class _Source:
             sampler.set_epoch(self._epoch + self.rounds * _PASS)
 
 
-def combine(loaders: Any) -> Any:
+def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     """Returns a :class:`CombinedLoader` of a dict, list or tuple of loaders; anything else (a list of batches) as it is."""
     if not isinstance(loaders, dict | list | tuple) or not loaders:
         return loaders
     if isinstance(loaders, dict):
-        return CombinedLoader(loaders)
+        return CombinedLoader(loaders, mode)
     are_loaders = [_is_loader(member) for member in loaders]
     if all(are_loaders):
-        return CombinedLoader(loaders)
+        return CombinedLoader(loaders, mode)
     if any(are_loaders):
         kinds = ", ".join(type(member).__name__ for member in loaders)
         raise ConfigError(
@@ -247,7 +250,12 @@ def combine(loaders: Any) -> Any:
 
 
 def _is_loader(member: Any) -> bool:
-    """Whether ``member`` of a list is a loader; tensors and plain collections are batches."""
+    """Whether ``member`` of a list is a loader, or a collection of nothing else; what is computed with is a batch."""
     if isinstance(member, DataLoader | CombinedLoader):
         return True
-    return hasattr(member, "__iter__") and not isinstance(member, Tensor | dict | list | tuple | str | bytes)
+    if isinstance(member, dict | list | tuple):
+        inner = member.values() if isinstance(member, dict) else member
+        return len(member) > 0 and all(map(_is_loader, inner))
+    # Arrays, tensors, and classes of batches (those move with .to) can be iterated too.
+    computed = isinstance(member, str | bytes | Mapping) or hasattr(member, "__array__") or hasattr(member, "to")
+    return hasattr(member, "__iter__") and not computed

@@ -35,13 +35,16 @@ class RunFolderLogger(Logger):
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
-        if isinstance(version, int) and version < 0:
+        if not isinstance(save_dir, (str, os.PathLike)):
+            raise ConfigError(f"{type(self).__name__}(save_dir={save_dir!r}): give a folder, such as 'runs'")
+        if not isinstance(version, (int, str, type(None))) or (isinstance(version, int) and version < 0):
             raise ConfigError(
-                f"{type(self).__name__}(version={version}): choose a number from 0, a name, or None for the next free one"
+                f"{type(self).__name__}(version={version!r}): choose a number from 0, a name, or None for the next free one"
             )
         self.save_dir = Path(save_dir).expanduser().absolute()
         self.name = name or ""
         self._version = version
+        self._claimed = False
         self._prefix = prefix
         self._hyperparameters: dict[str, Any] = {}
 
@@ -61,7 +64,13 @@ class RunFolderLogger(Logger):
                 raise ConfigError(
                     f"{type(self).__name__}.version is decided by rank 0 when fit starts, and is not known on this rank before"
                 )
-            self._version = _claim_version(self.root_dir)
+            try:
+                self._version, self._claimed = _claim_version(self.root_dir), True
+            except OSError as error:
+                raise ConfigError(
+                    f"{type(self).__name__} cannot make a folder for this run in {self.root_dir}: {error.strerror or error}; give "
+                    "another folder (save_dir, or the Trainer's default_root_dir), or logger=False"
+                ) from error
         return self._version
 
     @version.setter
@@ -73,6 +82,16 @@ class RunFolderLogger(Logger):
         """The folder of this run."""
         version = self.version
         return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
+
+    def give_back(self) -> None:
+        """Gives a number that was taken back, where nothing was written: the run failed before it began."""
+        if not self._claimed:
+            return
+        try:
+            self.log_dir.rmdir()
+        except OSError:  # something is in it
+            return
+        self._version, self._claimed = None, False
 
     def run_folders(self) -> list[Path]:
         """The folders of this run and of those before it that had numbers, newest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.errors import ConfigError, nearest
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoardLogger"]
+
+_OWN = ("save_dir", "name", "version", "prefix", "default_hp_metric")
+_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
+"""What torch's SummaryWriter takes beside the folder; asking it would import all of TensorBoard."""
 
 
 class TensorBoardLogger(RunFolderLogger):
@@ -35,6 +40,12 @@ class TensorBoardLogger(RunFolderLogger):
         default_hp_metric: bool = True,
         **options: Any,
     ) -> None:
+        for option in options:
+            if option not in _OPTIONS:
+                raise ConfigError(
+                    f"TensorBoardLogger has no option {option!r}{nearest(option, (*_OPTIONS, *_OWN))} (known: "
+                    f"{', '.join((*_OWN, *_OPTIONS))})"
+                )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         # A killed run loses what was logged since the last flush.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.naming import check_arguments, full_name, published_values
@@ -35,44 +36,20 @@ class Recording:
         self._tables: dict[str, Table] = {}
         self._known: dict[tuple[Any, ...], Slot] = {}
         self._asynchronous = False
-        self._log_outside_graphs: Callable[..., None] | None = None
+        self._keep_outside_graphs: Callable[..., None] | None = None
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        """Keeps ``value`` for the next flush (``on_step``), for the end of the epoch (``on_epoch``), or for both.
+    def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
+        """Keeps ``value`` for the next flush, for the end of the epoch, or for both; ``call`` has what :class:`Arguments` has.
 
-        The value is copied without its graph, so it may change after the call; ``enable_graph`` and ``metric_attribute`` are
-        accepted for modules that pass them and change nothing.  ``sync_dist`` concerns a step's values: an epoch's are always
-        reduced over all ranks.  A mean is weighted by ``batch_size``, by default the length of the batch's first tensor.
+        The value is copied without its graph, so it may change after the call.
         """
-        if torch.compiler.is_compiling():  # a compiled step breaks its graph here: what follows changes Python state
-            if self._log_outside_graphs is None:
-                self._log_outside_graphs = torch.compiler.disable(self.log)
-            self._log_outside_graphs(
-                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-                add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
-            )  # fmt: skip
+        if is_dynamo_compiling():  # a compiled step breaks its graph here: what follows changes Python state
+            if self._keep_outside_graphs is None:
+                self._keep_outside_graphs = torch.compiler.disable(self.keep)
+            self._keep_outside_graphs(call, value, batch_size)
             return
         if self.muted:
             return
-        call = (
-            name, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only
-        )  # fmt: skip
         state = self._state
         try:
             slot = self._known.get(call)

@@ -183,7 +183,7 @@ class OptLevel(Precision):
         self._inside = InsideStep()
 
     def restore_module(self, module: nn.Module) -> None:
-        """Undoes :meth:`convert_module`: weights in the dtype they came in (the masters' values), hooks removed."""
+        """Undoes :meth:`convert_module`: weights in the dtype they came in (the masters' values) or fp64, hooks removed."""
         if self._updater is not None:
             self._updater.release()
             self._updater = self._module = None
@@ -335,8 +335,8 @@ class OptLevel(Precision):
         self._full.refresh()
 
     def module_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``state`` with the fp32 values that stand behind half weights and buffers, where masters are kept."""
-        return self._full.in_state(module, state) if self.level.master_weights else state
+        """Returns ``state`` with the fp32 values behind half weights and buffers: all with masters, else those not written into."""
+        return self._full.in_state(module, state, written=bool(self.level.master_weights))
 
     def state_dict(self) -> dict[str, Any]:
         """Level and dtypes, and where windows may be skipped the scales, counters and the verdicts on their way."""

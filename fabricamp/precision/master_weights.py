@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MasterWeights", "share_full_values"]
 
+logger = logging.getLogger("fabricamp")
+
 _known: WeakSet[MasterWeights] = WeakSet()
 
 
@@ -27,15 +30,16 @@ class _FullValue:
     """The fp32 value of a converted tensor.
 
     While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version``
-    is the tensor's version at which both were last known to agree.
+    is the tensor's version at which both were last known to agree; ``is_stale`` is known of one that no longer agrees.
     """
 
-    __slots__ = ("is_master", "value", "version")
+    __slots__ = ("is_master", "is_stale", "value", "version")
 
     def __init__(self, value: Tensor, version: int) -> None:
         self.value = value
         self.version = version
         self.is_master = False
+        self.is_stale = False
 
 
 class MasterWeights:
@@ -52,8 +56,8 @@ class MasterWeights:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their full values."""
         for tensor in tensors:
             full = tensor.data  # detach() would share its version: writing into the full value would look like an edit
-            if full.dtype in (torch.float16, torch.bfloat16):
-                full = full.float()
+            # What is wider than it came in (fp64) stays so: rounded back it would not be what was trained.
+            full = full.to(torch.promote_types(full.dtype, torch.promote_types(dtype, torch.float32)))
             # A copy only where memory is shared: `.data = ` leaves the old storage to us.
             full = full.clone() if tensor.dtype == dtype and full.dtype == dtype else full
             tensor.grad = None
@@ -116,16 +120,26 @@ class MasterWeights:
         """Takes all full values anew from the converted tensors."""
         self.take(self._full)
 
-    def in_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``state`` with full values in place of what they were rounded to."""
+    def in_state(self, module: nn.Module, state: dict[str, Any], *, written: bool = True) -> dict[str, Any]:
+        """Returns ``state`` with full values for rounded ones; without ``written`` only for what was not written into since."""
         result = copy.copy(state)
+        look_up = self.value_of if written else self._unwritten
         for name, tensor in [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]:
-            if name in result and (value := self.value_of(tensor)) is not None:
+            if name in result and (value := look_up(tensor)) is not None:
                 result[name] = value
         return result
+
+    def _unwritten(self, tensor: Tensor) -> Tensor | None:
+        """The full value behind a tensor that still is what it was rounded to; each is compared until it no longer is."""
+        full = self._full.get(tensor)
+        if full is None or full.is_stale:
+            return None
+        # Versions do not tell: kernels write through pointers.
+        full.is_stale = not torch.equal(tensor.detach(), full.value.to(tensor.device, tensor.dtype))
+        return None if full.is_stale else full.value
 
     def restore(self) -> None:
         """Puts the full values back into the converted tensors, except where these were changed since; forgets them."""
@@ -196,6 +210,7 @@ class _RefreshOnLoad:
                 )
             if incoming.shape == full.value.shape:
                 full.value.copy_(incoming)
+                full.is_stale = False
 
 
 class _FullOnSave:
@@ -203,6 +218,7 @@ class _FullOnSave:
 
     def __init__(self, full: MasterWeights) -> None:
         self._full = full
+        self._widened: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FullOnSave:
         return _FullOnSave(MasterWeights())
@@ -217,7 +233,22 @@ class _FullOnSave:
             if given is None or given is tensor or tensor.dtype not in (torch.float16, torch.bfloat16):
                 continue  # the tensor itself was asked for (keep_vars), or it is wide enough
             full = self._full.value_of(tensor)
-            state[prefix + name] = given.float() if full is None else full.to(tensor.device)
+            if full is None:
+                self._tell_if_written()
+                full = self._widened = given.float()
+            state[prefix + name] = full.to(tensor.device)
+
+    def _tell_if_written(self) -> None:
+        """Says once that somebody, who averages weights most likely, wrote into what a state dict gave, which ends there."""
+        if self._widened is not None and self._widened._version and not _told:
+            _told.append(True)
+            logger.warning(
+                "fabricamp: the state dict of a half model has fp32 copies, and what was written into them does not reach the "
+                "model; average the weights in a copy.deepcopy(model) of before the model became half"
+            )
+
+
+_told: list[bool] = []
 
 
 def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:

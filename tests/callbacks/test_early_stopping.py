@@ -121,8 +121,20 @@ def test_verbose_says_it_once_or_on_every_rank(make_trainer, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "up"}, {"patience": -1}, {"min_delta": -0.1}, {"min_delta": float("nan")}]
+    "options",
+    [
+        {"mode": "up"},
+        {"patience": -1},
+        {"patience": "3"},
+        {"patience": True},
+        {"min_delta": -0.1},
+        {"min_delta": float("nan")},
+        {"min_delta": "small"},
+        {"stopping_threshold": "0.1"},
+        {"divergence_threshold": [1]},
+        {"monitor": None},
+    ],
 )
 def test_wrong_arguments(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        EarlyStopping("x", **options)
+        EarlyStopping(**{"monitor": "x", **options})

@@ -394,3 +394,26 @@ def test_the_state_loads_without_running_code(make_trainer, make, folder, tmp_pa
     copy = ModelCheckpoint(monitor="x", save_top_k=2, save_last=True)
     copy.load_state_dict(read_checkpoint(tmp_path / "s.ckpt")["state_dict"])
     assert copy.state_dict() == checkpoint.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dirpath", 3),
+        ("filename", 3),
+        ("monitor", ["a", "b"]),
+        ("save_top_k", None),
+        ("save_top_k", "3"),
+        ("save_top_k", -2),
+        ("save_last", "yes"),
+        ("mode", "best"),
+        ("every_n_train_steps", "100"),
+        ("every_n_train_steps", 1.5),
+        ("every_n_epochs", -1),
+        ("train_time_interval", 30),
+        ("every", 100),
+    ],
+)
+def test_wrong_values_are_named(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}=.*{value if isinstance(value, int) else ''}"):
+        ModelCheckpoint(**{name: value})

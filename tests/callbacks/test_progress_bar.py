@@ -53,6 +53,22 @@ class Clock:
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
 
 
+class Pictures(_screens.Screen):
+    """A live screen that notes whose bar it draws."""
+
+    is_live = True
+
+    def __init__(self):
+        super().__init__()
+        self.labels = []
+
+    def draw(self, tracks, metrics):
+        self.labels.append(tracks[-1].label)
+
+    def write(self, pairs):
+        pass
+
+
 @pytest.fixture
 def clock(monkeypatch):
     return Clock(monkeypatch)
@@ -172,6 +188,19 @@ def test_sanity_check_and_predict(clock, capsys):
     bar.on_predict_batch_end(trainer, None, None, None, 0)
     bar.on_predict_end(trainer, None)
     assert capsys.readouterr().out == "predict  1  12.0 s/it\npredict  12.0 s\n"
+
+
+def test_the_first_batch_does_not_wait_under_the_sanity_checks_bar(clock, monkeypatch):
+    screen = Pictures()
+    monkeypatch.setattr(progress_bar, "open_screen", lambda interval: screen)
+    bar, trainer = ProgressBar(), stand_in(sanity_checking=True)
+    bar.setup(trainer, None, "fit")
+    bar.on_validation_start(trainer, None)
+    bar.on_validation_end(trainer, None)
+    trainer.sanity_checking = False
+    run_epoch(bar, trainer, clock, 0.001, validate_at=(4,))
+    bar.on_train_epoch_start(trainer, None)
+    assert screen.labels == ["sanity check", "epoch 1/3"]
 
 
 def test_other_ranks_show_nothing(clock, capsys):

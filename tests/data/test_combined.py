@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -60,6 +62,15 @@ def test_sized_and_unsized_loaders_combine_alike(lengths, mode):
 def test_collections_keep_their_kind():
     assert next(iter(CombinedLoader([[1], [2]]))) == [1, 2]
     assert next(iter(CombinedLoader(([1], [2])))) == (1, 2)
+
+
+def test_collections_in_collections():
+    combined = CombinedLoader({"a": [DataLoader([1, 2], batch_size=None), range(3)], "b": {"c": [7]}})
+    assert len(combined) == 3
+    assert [batch["a"] for batch in combined] == [[1, 0], [2, 1], [1, 2]]
+    assert [batch["b"] for batch in combined] == [{"c": 7}] * 3
+    shortest = combine([range(3), (range(1), range(2))], "min_size")
+    assert list(shortest) == [[0, (0, 0)]]
 
 
 def test_a_shorter_loader_that_starts_again_is_shuffled_anew():
@@ -130,7 +141,8 @@ def test_combine_tells_loaders_from_batches():
         assert isinstance(combined, CombinedLoader)
         assert combined.loaders is collection
     batches = [(torch.zeros(2), torch.zeros(2))] * 3
-    for as_it_is in (loader, batches, [torch.zeros(2)], [], iter([1]), None):
+    of_numpy, of_texts = [(np.zeros(2), np.zeros(2))] * 3, [UserDict(text=torch.zeros(2))] * 3
+    for as_it_is in (loader, batches, of_numpy, of_texts, [torch.zeros(2)], [np.zeros(2)], [], iter([1]), None):
         assert combine(as_it_is) is as_it_is
     with pytest.raises(ConfigError, match="DataLoader, Tensor"):
         combine([loader, torch.zeros(2)])

@@ -96,3 +96,15 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ConfigError, match="flush_logs_every_n_steps=0"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
+    with pytest.raises(ConfigError, match="save_dir=None"):
+        CSVLogger(None)
+    with pytest.raises(ConfigError, match=r"version=1\.5"):
+        CSVLogger(tmp_path, version=1.5)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_the_cure(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"cannot make a folder for this run in .*file.*: Not a directory; give another"
+    ):
+        _ = CSVLogger(tmp_path / "file").version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
+from fabricamp.errors import ConfigError
 from fabricamp.loggers import TensorBoardLogger
+from fabricamp.loggers.tensorboard import _OPTIONS
 
 
 def read(folder) -> EventAccumulator:
@@ -140,6 +144,15 @@ def test_versions_go_on_from_the_highest(tmp_path):
     assert TensorBoardLogger(tmp_path, name=None).log_dir == Path(tmp_path, "version_0")
     with pytest.raises(ValueError, match="version=-1"):
         TensorBoardLogger(tmp_path, version=-1)
+
+
+def test_a_misspelt_option_gets_the_nearest_name_and_those_of_the_writer_are_all_known(tmp_path):
+    with pytest.raises(ConfigError, match="no option 'prefixes'; did you mean 'prefix'"):
+        TensorBoardLogger(tmp_path, prefixes="runs")
+    with pytest.raises(ConfigError, match="no option 'flush_sec'; did you mean 'flush_secs'"):
+        TensorBoardLogger(tmp_path, flush_sec=1)
+    taken = list(inspect.signature(SummaryWriter.__init__).parameters)[2:]  # but for self and log_dir
+    assert list(_OPTIONS) == taken
 
 
 def test_making_one_makes_no_folder(tmp_path):

@@ -19,6 +19,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.metrics import Metrics, exchange
 from fabricamp.state import RunState, Scope, Stage
 from fabricamp.strategies.base import Strategy
+from tests.metrics.log_calls import log
 
 
 class Run:
@@ -32,7 +33,7 @@ class Run:
         self.metrics.sinks.append(lambda values, step: self.sunk.append((dict(values), step)))
 
     def log(self, *args, **kwargs):
-        self.metrics.log(*args, **kwargs)
+        log(self.metrics, *args, **kwargs)
 
 
 @pytest.fixture
@@ -413,7 +414,7 @@ def test_an_empty_batch_counts_for_nothing(run):
         (Scope.TRAIN_EPOCH, ("x", 1.0), {"on_step": True}, "no step"),
         (Scope.EVAL_EPOCH, ("x", 1.0), {"on_step": True}, "no step"),
         (Scope.EVAL_EPOCH, ("x", 1.0), {"on_epoch": False}, "keep nothing"),
-        (Scope.NOWHERE, ("x", 1.0), {}, "outside fit"),
+        (Scope.NOWHERE, ("x", 1.0), {}, "outside the epochs"),
         (Scope.PREDICT, ("x", 1.0), {}, "predict_step"),
     ],
 )

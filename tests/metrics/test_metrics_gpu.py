@@ -6,6 +6,7 @@ import torch
 from fabricamp.metrics import Metrics
 from fabricamp.state import RunState, Scope, Stage
 from fabricamp.strategies.base import Environment, Strategy
+from tests.metrics.log_calls import log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -21,11 +22,11 @@ def test_steps_flushes_and_epochs_do_not_wait_for_the_device():
     try:
         for step in range(1, 9):
             loss = torch.full((), float(step), device=device, requires_grad=True) * 2
-            metrics.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-            metrics.log("half", loss.half())
-            metrics.log("host", torch.tensor(float(step)), on_step=True, on_epoch=True)
-            metrics.log("number", step, on_step=True, on_epoch=True, reduce_fx="sum")
-            metrics.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
+            log(metrics, "loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            log(metrics, "half", loss.half())
+            log(metrics, "host", torch.tensor(float(step)), on_step=True, on_epoch=True)
+            log(metrics, "number", step, on_step=True, on_epoch=True, reduce_fx="sum")
+            log(metrics, "least", loss, on_step=False, on_epoch=True, reduce_fx="min")
             metrics.poll(step)
             seen.append(metrics.logged_metrics.get("loss_step"))
             if step % 2 == 0:
@@ -48,12 +49,12 @@ def test_the_host_runs_ahead_of_a_busy_device():
     strategy.setup_environment(Environment(), device)
     metrics = Metrics(state, strategy)
     value = torch.ones((), device=device)
-    metrics.log("x", value)
+    log(metrics, "x", value)
     metrics.flush(0)  # takes the pinned memory, which may wait once
     metrics.drain()
     torch.cuda._sleep(2_000_000_000)
     started = time.perf_counter()
-    metrics.log("x", value + 1)
+    log(metrics, "x", value + 1)
     metrics.flush(1)
     metrics.poll(2)
     assert time.perf_counter() - started < 0.2

@@ -16,6 +16,7 @@ from fabricamp.state import RunState, Scope, Stage
 from fabricamp.strategies.base import Environment
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from tests.distributed.ranks import run_ranks
+from tests.metrics.log_calls import log
 
 
 def build(scope=Scope.TRAIN_STEP, stage=Stage.FIT):
@@ -77,11 +78,11 @@ def epoch_values_equal_those_of_one_process():
     seen = [index for index in range(len(sizes)) if not (index % world == 1 and index > 4)]
     for index in mine:
         kwargs = {"on_step": False, "on_epoch": True, "batch_size": sizes[index]}
-        metrics.log("mean", values[index], **kwargs)
-        metrics.log("float", values[index].item(), **kwargs)
+        log(metrics, "mean", values[index], **kwargs)
+        log(metrics, "float", values[index].item(), **kwargs)
         for mode in ("sum", "min", "max"):
-            metrics.log(mode, values[index], reduce_fx=mode, **kwargs)
-        metrics.log("count", torch.tensor(2**30 + index), reduce_fx="sum", **kwargs)
+            log(metrics, mode, values[index], reduce_fx=mode, **kwargs)
+        log(metrics, "count", torch.tensor(2**30 + index), reduce_fx="sum", **kwargs)
     numbers = values.double().tolist()
     mean = sum(numbers[index] * sizes[index] for index in seen) / sum(sizes[index] for index in seen)
     result = metrics.end_train_epoch(1)
@@ -102,10 +103,10 @@ def epoch_values_equal_those_of_one_process():
 @check
 def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks():
     metrics, _, rank, sunk = build()
-    metrics.log("own", torch.tensor(float(rank)), prog_bar=True)
-    metrics.log("shared", torch.tensor(float(rank)), sync_dist=True, prog_bar=True)
-    metrics.log("total", rank + 1, sync_dist=True, reduce_fx="sum")
-    metrics.log("most", torch.tensor(rank), sync_dist=True, reduce_fx="max")
+    log(metrics, "own", torch.tensor(float(rank)), prog_bar=True)
+    log(metrics, "shared", torch.tensor(float(rank)), sync_dist=True, prog_bar=True)
+    log(metrics, "total", rank + 1, sync_dist=True, reduce_fx="sum")
+    log(metrics, "most", torch.tensor(rank), sync_dist=True, reduce_fx="max")
     calls = count_object_exchanges(metrics)
     metrics.flush(50)
     world = dist.get_world_size()
@@ -124,11 +125,11 @@ def ranks_that_log_different_keys_agree_once():
     calls = count_object_exchanges(metrics)
     for step in range(3):
         if rank == 0:
-            metrics.log("first", torch.tensor(1.0), sync_dist=True)
-            metrics.log("both", torch.tensor(1.0), sync_dist=True)
+            log(metrics, "first", torch.tensor(1.0), sync_dist=True)
+            log(metrics, "both", torch.tensor(1.0), sync_dist=True)
         else:
-            metrics.log("both", torch.tensor(3.0), sync_dist=True)
-            metrics.log("other", 5.0, sync_dist=True, on_epoch=True, prog_bar=True)
+            log(metrics, "both", torch.tensor(3.0), sync_dist=True)
+            log(metrics, "other", 5.0, sync_dist=True, on_epoch=True, prog_bar=True)
         metrics.flush(step)
         world = dist.get_world_size()
         both = (1.0 + 3.0 * (world - 1)) / world
@@ -145,9 +146,9 @@ def ranks_that_log_different_keys_agree_once():
 def a_key_of_the_others_may_be_logged_here_later():
     metrics, _, rank, _ = build()
     if rank == 0:
-        metrics.log("late", torch.tensor(2.0), on_step=False, on_epoch=True)
+        log(metrics, "late", torch.tensor(2.0), on_step=False, on_epoch=True)
     assert metrics.end_train_epoch(1) == {"late": 2.0}
-    metrics.log("late", torch.tensor(float(rank)), on_step=False, on_epoch=True)
+    log(metrics, "late", torch.tensor(float(rank)), on_step=False, on_epoch=True)
     assert metrics.end_train_epoch(2) == {"late": (dist.get_world_size() - 1) / 2}
 
 
@@ -156,8 +157,8 @@ def a_rank_that_did_not_log_this_time_counts_for_nothing():
     metrics, _, rank, _ = build()
     for step in range(2):
         if rank == 0 or step == 0:
-            metrics.log("mean", 100.0 if rank else 1.0, sync_dist=True)
-            metrics.log("max", 100.0 if rank else 1.0, sync_dist=True, reduce_fx="max")
+            log(metrics, "mean", 100.0 if rank else 1.0, sync_dist=True)
+            log(metrics, "max", 100.0 if rank else 1.0, sync_dist=True, reduce_fx="max")
         metrics.flush(step)
     assert metrics.logged_metrics == {"mean": 1.0, "max": 1.0}
 
@@ -168,7 +169,7 @@ def a_rank_without_any_batch_takes_part():
     metrics.clear_evaluation()
     if rank == 0:
         for value in (1.0, 3.0):
-            metrics.log("acc", torch.tensor(value), on_step=True, on_epoch=True)
+            log(metrics, "acc", torch.tensor(value), on_step=True, on_epoch=True)
     assert metrics.end_evaluation(5) == {"acc_step": 3.0, "acc_epoch": 2.0}
     metrics.flush(5)
     assert metrics.evaluation_results(1) == [{"acc_step": 3.0, "acc_epoch": 2.0}]
@@ -187,7 +188,7 @@ def nothing_logged_anywhere_is_fine():
 def rank_zero_only_counts_rank_zero_alone():
     metrics, _, rank, _ = build()
     for _ in range(2):
-        metrics.log("x", torch.tensor(float(rank + 1)), on_epoch=True, rank_zero_only=True)
+        log(metrics, "x", torch.tensor(float(rank + 1)), on_epoch=True, rank_zero_only=True)
     metrics.flush(1)
     assert callbacks(metrics) == {"x": 1.0, "x_step": 1.0}
     assert metrics.end_train_epoch(1) == {"x_epoch": 1.0}
@@ -198,7 +199,7 @@ def more_keys_than_fit_into_one_exchange_go_twice():
     metrics, _, rank, sunk = build()
     count = 200 if rank == 0 else 90
     for index in range(count):
-        metrics.log(f"x{index}", torch.tensor(float(rank)), on_epoch=True, sync_dist=True)
+        log(metrics, f"x{index}", torch.tensor(float(rank)), on_epoch=True, sync_dist=True)
     metrics.flush(1)
     world = dist.get_world_size()
     expected = {f"x{index}_step": (world - 1) / 2 if index < 90 else 0.0 for index in range(200)}
@@ -213,14 +214,14 @@ def values_that_are_not_finite_reach_every_rank():
     metrics, _, rank, _ = build()
     bad = math.nan if rank == 1 else 1.0
     for mode in ("mean", "sum", "min", "max"):
-        metrics.log(mode, torch.tensor(bad), on_epoch=True, on_step=False, reduce_fx=mode)
+        log(metrics, mode, torch.tensor(bad), on_epoch=True, on_step=False, reduce_fx=mode)
     assert all(math.isnan(value) for value in metrics.end_train_epoch(1).values())
 
 
 @check
 def different_reductions_of_one_key_are_an_error_on_every_rank():
     metrics, _, rank, _ = build()
-    metrics.log("x", 1.0, on_step=False, on_epoch=True, reduce_fx="sum" if rank == 0 else "mean")
+    log(metrics, "x", 1.0, on_step=False, on_epoch=True, reduce_fx="sum" if rank == 0 else "mean")
     with pytest.raises(DistributedError, match=r"'x'.*'sum'.*'mean'"):
         metrics.end_train_epoch(1)
 
@@ -234,19 +235,19 @@ def torchmetrics_objects_compute_over_all_ranks_or_say_who_lacks_them():
     for epoch in range(2):
         for value in range(rank + 1):
             mean(torch.tensor(float(value + epoch)))
-            metrics.log("mean", mean)
+            log(metrics, "mean", mean)
         seen = [float(value + epoch) for other in range(dist.get_world_size()) for value in range(other + 1)]
         assert metrics.end_evaluation(1) == {"mean": pytest.approx(sum(seen) / len(seen))}
     if rank == 0:  # the other has the object from before: it has no values this time, but takes part
         mean(torch.tensor(8.0))
-        metrics.log("mean", mean)
+        log(metrics, "mean", mean)
     assert metrics.end_evaluation(2) == {"mean": 8.0}
     if rank == 0:
-        metrics.log("lonely", torchmetrics.MeanMetric())
+        log(metrics, "lonely", torchmetrics.MeanMetric())
     with pytest.raises(DistributedError, match=r"'lonely'.*\[1.*\] have not logged"):
         metrics.end_evaluation(3)
     with pytest.raises(ConfigError, match="sync_on_compute"):
-        metrics.log("local", torchmetrics.MeanMetric(sync_on_compute=False))
+        log(metrics, "local", torchmetrics.MeanMetric(sync_on_compute=False))
 
 
 @check
@@ -265,8 +266,8 @@ def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
         for step in range(1, 8):
             metrics.poll(step)
             assert len(calls) == min(max(step - 2, 0), 2)  # those under way when the ranks agree still need their own
-            metrics.log(f"only{rank}", torch.tensor(float(step)), sync_dist=True)
-            metrics.log("all", torch.tensor(float(step + rank)), sync_dist=True)
+            log(metrics, f"only{rank}", torch.tensor(float(step)), sync_dist=True)
+            log(metrics, "all", torch.tensor(float(step + rank)), sync_dist=True)
             if step >= 3:
                 expected = {f"only{other}": step - 2.0 for other in range(world)}
                 assert metrics.logged_metrics == expected | {"all": step - 2 + (world - 1) / 2}

@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from fabricamp import Callback, ConfigError, Trainer
+from fabricamp.arguments import LIGHTNINGS
 from fabricamp.callbacks import ModelCheckpoint
 from tests.small import QUIET
 
@@ -78,6 +79,14 @@ def test_the_list_of_wrong_values_misses_no_argument():
 def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
     with pytest.raises(ConfigError, match=f"no argument '{typo}'; did you mean '{meant}'"):
         Trainer(**QUIET, **{typo: 1})
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_what_only_lightning_has_gets_the_way_it_is_done_here_and_no_wrong_guess(name):
+    with pytest.raises(ConfigError, match=f"no argument '{name}', which is Lightning's; ") as error:
+        Trainer(**QUIET, **{name: None})
+    assert "did you mean" not in str(error.value)
+    assert name not in inspect.signature(Trainer.__init__).parameters
 
 
 @pytest.mark.parametrize(

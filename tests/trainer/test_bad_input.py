@@ -100,6 +100,11 @@ def test_an_optimizer_over_another_modules_parameters():
             "frequency",
         ),
         (lambda optimizer, scheduler: [optimizer, scheduler], "LambdaLR"),
+        (
+            lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": type(scheduler)},
+            r"LambdaLR.*an object with step",
+        ),
+        (lambda optimizer, scheduler: ([type(optimizer)], []), "type"),
         (lambda optimizer, scheduler: [optimizer, optimizer], "twice"),
         (
             lambda optimizer, scheduler: {

@@ -177,3 +177,23 @@ def test_a_failure_is_the_users_own_and_leaves_the_module_usable():
         module.manual_backward(torch.zeros((), requires_grad=True))
     (result,) = quiet_trainer().validate(module, loader(8), verbose=False)
     assert result["val_loss"] > 0
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder_and_keeps_no_number(tmp_path):
+    wrong = variant(configure_optimizers=lambda self: "sgd")
+    options = {"logger": True, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    with pytest.raises(ConfigError, match="configure_optimizers returned str"):
+        fit(wrong, **options)
+    with pytest.raises(CheckpointError, match=r"no\.ckpt"):
+        quiet_trainer(**options).fit(Classifier(), loader(8), ckpt_path=tmp_path / "no.ckpt")
+    assert list(tmp_path.glob("*/*")) == []
+    trainer = fit(Classifier(), **options)
+    assert trainer.logger.version == 0
+
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"x": 1.0}, 1)
+        raise KeyError("after the first value was written")
+
+    with pytest.raises(KeyError):
+        fit(variant(training_step=training_step), **options)
+    assert list((tmp_path / "fabricamp_logs" / "version_1").iterdir())

@@ -1,0 +1,28 @@
+"""The arguments of callbacks, checked for what they are before anything is compared with them."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from typing import Any
+
+from fabricamp.errors import ConfigError
+
+__all__ = ["check_kind"]
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "a string": (str,),
+    "a path": (str, os.PathLike),
+    "a whole number": (numbers.Integral,),
+    "a number": (numbers.Real,),
+    "True or False": (bool,),
+}
+
+
+def check_kind(owner: object, kind: str, *, optional: bool = False, **given: Any) -> None:
+    """Raises :class:`ConfigError` for the first of ``given`` that is not of ``kind``, nor None where ``optional``."""
+    for name, value in given.items():
+        fits = isinstance(value, _KINDS[kind]) and isinstance(value, bool) is (kind == "True or False")
+        if not fits and not (optional and value is None):
+            allowed = f"{kind} or None" if optional else kind
+            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): give {allowed}")
