@@ -265,8 +265,9 @@ def over_local(steps, batch, run):
 def ddp(result):
     about = (
         "Forward and backward under fp16 autocast, the exchange of gradients, and torch's fused SGD; medians of rounds that run\n"
-        "every way in turn. The goals are ratios of GPU time: delayed over no exchange plus the flat all_reduce alone, overlapped\n"
-        "over torch's with gradient_as_bucket_view."
+        "every way in turn. GPU ms: a step whose launches are queued before it begins; wall ms: steps as a loop runs them, where\n"
+        "the host is slower than the GPU. The goals are ratios of GPU time: delayed over no exchange plus the flat all_reduce\n"
+        "alone, overlapped over torch's with gradient_as_bucket_view."
     )
     columns = result["columns"]
     goals = next(iter(columns.values()))["goals"]
