@@ -178,6 +178,11 @@ class Kernel:
         self._cuda = device.type == "cuda"
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
+    @property
+    def address(self) -> int:
+        """What the driver calls the kernel, on a GPU."""
+        return int(self._function.compiled.ptr)  # type: ignore[attr-defined]
+
     def __call__(self, blocks: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
         """Launches on torch's current stream of the kernel's device."""
         if blocks == 0:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fabricamp.ops import clusters
 from fabricamp.ops.bridge import c_type, kernel
 
 if TYPE_CHECKING:
@@ -32,6 +34,15 @@ _SHARED_VECTOR: Final = 4
 _SHARED_LANES: Final = (128, 512)
 """Where the sums of columns are in shared memory: elements of a row that a thread has, neighbours that it loads at least, and
 how many threads have a row."""
+
+_SHARED_FROM: Final = {2: 8192, 4: 12288}
+_SLICE: Final = 2048
+"""Elements of a row, by the bytes of one, from which blocks of norm_backward.cu share it; and of each slice, where 8 are enough."""
+
+_OF_A_ROW: Final = ((8, 256), (16, 256), (8, 512), (16, 512))
+_OF_A_SLICE: Final = {2: ((16, 512),), 4: ((8, 512), (16, 512))}
+"""With sums in registers: a thread's elements and the most threads.  The most bytes on their way decide, of a slice the first that
+fits, by the bytes of an element, as was measured."""
 
 _OWN_SHARED: Final = 1024 + 512
 """Bytes of shared memory that a block takes besides: the system's, and those of its sums over a row."""
@@ -73,13 +84,14 @@ class Statistics(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and how many rows each of its blocks takes."""
+    """A kernel and how many rows each of its parts takes: a block, or the ``cluster`` of them that shares a row."""
 
     run: Kernel
     rows: int
     threads: int
-    blocks: int = _ANY
-    """Blocks at most: a kernel that sums columns goes over the rows with as many as the device holds at once."""
+    parts: int = _ANY
+    """At most: a kernel that sums columns goes over the rows with as many as the device holds at once."""
+    cluster: int = 1
 
 
 def _vector(width: int, dtypes: tuple[torch.dtype | None, ...], *, aligned: bool) -> int:
@@ -100,23 +112,42 @@ def _lanes(packs: int, items: int) -> int:
 
 
 class Layout(NamedTuple):
-    """A row over threads: ``items`` loads of ``vector`` neighbours in each of ``lanes`` threads, ``groups`` rows a block."""
+    """A row over threads: ``items`` loads of ``vector`` neighbours in each of ``lanes`` threads, ``groups`` rows a block.
+
+    Or a row over ``cluster`` blocks of one group, each with an equal slice.
+    """
 
     vector: int
     lanes: int
     items: int
     groups: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Those of a block."""
+        return self.lanes * self.groups
+
+    @property
+    def elements(self) -> int:
+        """Those that the threads of a row have room for, in one block."""
+        return self.vector * self.lanes * self.items
 
     def numbers(self) -> dict[str, int]:
         """Returns what the kernels are told of it."""
-        return {"VECTOR": self.vector, "LANES": self.lanes, "ITEMS": self.items, "GROUPS": self.groups}
+        return {name.upper(): number for name, number in self._asdict().items()}
 
 
-def _layout(width: int, vector: int, items: int, threads: int) -> Layout:
-    """The layout with at most ``items`` loads a thread, and blocks of about ``threads``."""
-    packs = width // vector
-    lanes = _lanes(packs, items)
-    return Layout(vector, lanes, -(-packs // lanes), max(1, threads // lanes))
+def _layout(width: int, vector: int, items: int, threads: int, cluster: int = 1) -> Layout:
+    """The layout with at most ``items`` loads a thread, and blocks of about ``threads``, or of one slice of a row."""
+    packs = width // cluster // vector
+    lanes = _lanes(packs, items) if cluster == 1 else max(32, _lanes(packs, items))
+    return Layout(vector, lanes, -(-packs // lanes), max(1, threads // lanes) if cluster == 1 else 1, cluster)
+
+
+def _clusters(norm: Norm, vector: int) -> list[int]:
+    """How many blocks may share a row, in equal slices; the fewest first."""
+    return [one for one in clusters.sizes(norm.device) if norm.width % (one * vector) == 0]
 
 
 def _over(width: int, vector: int, lanes: int) -> Layout:
@@ -127,15 +158,21 @@ def _over(width: int, vector: int, lanes: int) -> Layout:
 @functools.cache
 def _forward(norm: Norm, aligned: bool) -> Launch:
     vector = _vector(norm.width, (norm.input, norm.output), aligned=aligned)
-    for words, threads in _WORDS.items():
-        layout = _layout(norm.width, vector, words // _words(1, vector, norm.input), 128)
-        if layout.lanes <= _FORWARD_LANES:
-            file, blocks = "norm_forward", threads // (layout.lanes * layout.groups)
-            break
-    else:
-        file, layout, blocks = "norm_forward_wide", _over(norm.width, vector, _MOST_LANES), 1
+    found = _forward_layout(norm, vector)
+    file = "norm_forward" if found else "norm_forward_wide"
+    layout, blocks = found or (_over(norm.width, vector, _MOST_LANES), 1)
     run = kernel(file, file, (), norm.device, norm.defines(**layout.numbers(), BLOCKS=blocks))
-    return Launch(run, layout.groups, layout.lanes * layout.groups)
+    return Launch(run, layout.groups, layout.threads, cluster=layout.cluster)
+
+
+def _forward_layout(norm: Norm, vector: int) -> tuple[Layout, int] | None:
+    """A layout that holds a row in registers, with the fewest blocks to a row, and how many of them a multiprocessor holds."""
+    for cluster in _clusters(norm, vector):
+        for words, threads in _WORDS.items():
+            layout = _layout(norm.width, vector, words // _words(1, vector, norm.input), 128, cluster)
+            if layout.lanes <= _FORWARD_LANES:
+                return layout, threads // layout.threads
+    return None
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> tuple[Tensor, Statistics]:
@@ -145,7 +182,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, e
     root = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty(rows if norm.center else 0, dtype=torch.float32, device=x.device)
     launch = _forward(norm._replace(efficient=False), _aligned(x, weight, bias))  # backward alone differs
-    launch.run(-(-rows // launch.rows), launch.threads, x, weight, bias, output, mean, root, rows, eps)
+    launch.run(-(-rows // launch.rows) * launch.cluster, launch.threads, x, weight, bias, output, mean, root, rows, eps)
     return output, Statistics(mean, root)
 
 
@@ -183,7 +220,7 @@ def _registers(norm: Norm, layout: Layout, sums: int, ahead: bool) -> int:
     saved = norm.output if norm.efficient else norm.input
     rows = (_words(*part, saved) + _words(*part, norm.output)) * (2 if ahead else 1)
     if sums == _IN_SHARED_MEMORY:
-        return rows + (56 if layout.items * layout.lanes * layout.vector == norm.width else 90)
+        return rows + (56 if layout.elements * layout.cluster == norm.width else 90)
     columns = elements * (norm.weight + norm.bias) if sums else 0
     parameters = _words(*part, norm.parameter or norm.output) * (norm.weight + (norm.bias and norm.efficient))
     return columns + rows + parameters + 32 + elements * 3 // 2
@@ -193,31 +230,40 @@ def _residents(norm: Norm, layout: Layout, sums: int, *, ahead: bool) -> Residen
     registers = -(-_registers(norm, layout, sums, ahead) // 8) * 8
     # A quarter of a multiprocessor has 512 registers for each of a warp's threads.
     warps = 512 // registers * 4 if registers <= _MOST_REGISTERS else 0
-    blocks = warps // (layout.lanes * layout.groups // 32)
+    blocks = warps // (layout.threads // 32)
     shared = 0
     if sums == _IN_SHARED_MEMORY:
-        shared = layout.lanes * layout.items * layout.vector * (norm.weight + norm.bias) * 4
+        shared = layout.elements * (norm.weight + norm.bias) * 4
         blocks = min(blocks, _shared_memory(norm.device) // (shared + _OWN_SHARED))
     saved = norm.output if norm.efficient else norm.input
-    in_flight = blocks * layout.groups * norm.width * (saved.itemsize + norm.output.itemsize)
+    in_flight = blocks * layout.groups * norm.width // layout.cluster * (saved.itemsize + norm.output.itemsize)
     return Residents(layout, sums, ahead, blocks, in_flight, shared)
 
 
 def _with_sums(norm: Norm, vector: int) -> Residents | None:
-    """How blocks keep the sums of columns beside their rows: with the most bytes on their way; None where they cannot."""
+    """How blocks keep the sums of columns beside their rows; None where they cannot."""
+    cluster = _cluster(norm, vector)
+    ways = _OF_A_ROW if cluster == 1 else _OF_A_SLICE[norm.input.itemsize]
     for ahead in (True, False):
         found = [
             _residents(norm, layout, _IN_REGISTERS, ahead=ahead)
-            for elements, threads in ((8, 256), (16, 256), (8, 512), (16, 512))
-            if (layout := _layout(norm.width, vector, max(1, elements // vector), threads)).lanes <= threads
+            for elements, threads in ways
+            if (layout := _layout(norm.width, vector, max(1, elements // vector), threads, cluster)).lanes <= threads
         ]
-        wide = _layout(norm.width, vector, _SHARED_ELEMENTS // vector, 1)
+        wide = _layout(norm.width, vector, _SHARED_ELEMENTS // vector, 1, cluster)
         if vector >= _SHARED_VECTOR and _SHARED_LANES[0] <= wide.lanes <= _SHARED_LANES[1]:
             found.append(_residents(norm, wide, _IN_SHARED_MEMORY, ahead=ahead))
-        best = max(found, key=lambda one: one.bytes, default=None)
-        if best is not None and best.blocks > 0:
-            return best
+        if able := [one for one in found if one.blocks > 0]:
+            return able[0] if cluster > 1 else max(able, key=lambda one: one.bytes)
     return None
+
+
+def _cluster(norm: Norm, vector: int) -> int:
+    """How many blocks share a row where they sum columns."""
+    able = _clusters(norm, vector)
+    if norm.width < _SHARED_FROM[norm.input.itemsize]:
+        return able[0]
+    return next((one for one in able if norm.width // one <= _SLICE), able[-1])
 
 
 @functools.cache
@@ -238,18 +284,29 @@ def _backward(norm: Norm, aligned: bool, sums: bool) -> Launch | None:
     found = _with_sums(norm, vector) if sums else _without_sums(norm, vector)
     if found is None:
         return None
-    most = _processors(norm.device) * found.blocks if sums else _ANY
-    defines, layout = norm.defines(**found.numbers()), found.layout
+    layout, defines = found.layout, norm.defines(**found.numbers())
     run = kernel("norm_backward", "norm_backward", (), norm.device, defines, found.shared)
-    return Launch(run, layout.groups, layout.lanes * layout.groups, most)
+    parts = _parts(run, norm.device, found) if sums else _ANY
+    return Launch(run, layout.groups, layout.threads, parts, layout.cluster)
+
+
+def _parts(run: Kernel, device: torch.device, found: Residents) -> int:
+    """How many blocks, or clusters of them, a device holds at once."""
+    layout, most = found.layout, _processors(device) * found.blocks
+    if layout.cluster == 1:
+        return most
+    return clusters.resident(run, device, layout.cluster, layout.threads, found.shared) or max(
+        1, most // layout.cluster
+    )
 
 
 def _without_sums(norm: Norm, vector: int) -> Residents | None:
-    for elements in (8, 16):
-        layout = _layout(norm.width, vector, max(1, elements // vector), 128)
-        found = _residents(norm, layout, 0, ahead=False)
-        if layout.lanes <= _MOST_LANES and found.blocks > 0:
-            return found._replace(blocks=1)
+    for most in (_MOST_LANES // 2, _MOST_LANES):  # of the most lanes few have registers enough
+        for cluster, elements in itertools.product(_clusters(norm, vector), (8, 16)):
+            layout = _layout(norm.width, vector, max(1, elements // vector), 128, cluster)
+            found = _residents(norm, layout, 0, ahead=False)
+            if layout.lanes <= most and found.blocks > 0:
+                return found._replace(blocks=1)
     return None
 
 
@@ -280,7 +337,7 @@ def _read_twice(
     """Writes the gradient of the input; returns sums of columns over parts of the rows."""
     wide = _wide(norm, aligned, sums)
     rows = of_input.numel() // norm.width
-    parts = min(-(-rows // wide.columns.rows), wide.columns.blocks)
+    parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
     shares = torch.empty(rows, 2, dtype=torch.float32, device=norm.device)
     partials = _partials(norm, parts) if sums else None
     wide.row_sums.run(rows, wide.row_sums.threads, *operands, shares, eps)
@@ -318,9 +375,9 @@ def backward(
     if launch is None:
         partials = _read_twice(operands, of_input, norm, eps, aligned=aligned, sums=sums)
     else:
-        blocks = min(-(-rows // launch.rows), launch.blocks)
-        partials = _partials(norm, blocks) if sums else None
-        launch.run(blocks, launch.threads, *operands, of_input, partials, rows, eps)
+        parts = min(-(-rows // launch.rows), launch.parts)
+        partials = _partials(norm, parts) if sums else None
+        launch.run(parts * launch.cluster, launch.threads, *operands, of_input, partials, rows, eps)
     if partials is None:
         return of_input, None, None
     of_weight = torch.empty_like(weight) if weight is not None else None
@@ -333,8 +390,8 @@ def backward(
     return of_input, of_weight, of_bias
 
 
-def _partials(norm: Norm, blocks: int) -> Tensor:
-    return torch.empty(blocks, norm.weight + norm.bias, norm.width, dtype=torch.float32, device=norm.device)
+def _partials(norm: Norm, parts: int) -> Tensor:
+    return torch.empty(parts, norm.weight + norm.bias, norm.width, dtype=torch.float32, device=norm.device)
 
 
 def forget() -> None:

@@ -4,11 +4,16 @@
 // one shows when the fibers run in reverse order too (-DREVERSE).  It does not check speed, asynchrony, memory order between
 // blocks, or the contraction of products and sums.  Kernels may not spin on another block or use inline PTX.  Dynamic shared
 // memory (compiler.py rewrites its declaration) is NaN at a block's start.  x86-64 only.
+//
+// The blocks of a cluster (CLUSTER, where the text defines it) take turns: each runs until all its threads wait, for the cluster or
+// for good.  What is `__shared__` is the library's zero-initialised memory but for this file's own, and is swapped with the turn:
+// an address in a peer's shared memory is one in what was put away for it.
 #pragma once
 #include <math.h>
 
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -27,6 +32,7 @@
 #define __shared__ static
 #define __constant__ static
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct dim3 {
   unsigned x, y, z;
@@ -40,7 +46,7 @@ struct uint4 {
 
 namespace cuda_on_cpu {
 
-enum class Status { running, at_barrier, at_shuffle, done };
+enum class Status { running, at_barrier, at_shuffle, at_cluster, done };
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -50,18 +56,35 @@ struct Fiber {
   Status status = Status::running;
   unsigned mask = 0;        // the lanes that a shuffle waits for
   unsigned parity = 0;      // shuffles use two exchange buffers in turn
+  const size_t* awaited = nullptr;  // what of the cluster it waits for, and how much of it
+  size_t wanted = 0;
 };
 
-// All static: an inline variable would be shared by every library that is loaded.
-static std::vector<Fiber> fibers;
-static std::vector<uint64_t> exchange;
-static void* scheduler_stack_pointer;
-static Fiber* current;
-static void (*body)(void*);
-static void* body_argument;
-static dim3 block_index, block_size, grid_size;
+// One of those that run in turns: a cluster's, or the only one.
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<uint64_t> exchange;
+  std::vector<char> put_away;  // what is in its __shared__ variables while another one runs
+  std::vector<char> memory;
+  char* dynamic = nullptr;  // in `memory`
+  dim3 index{};
+  size_t mailboxes[2]{};
+  bool done = false;
+};
+
+// All static: an inline variable would be shared by every library that is loaded.  And not among what blocks swap.
+#define OWN static __attribute__((section(".cuda_on_cpu")))
+OWN std::vector<Block> blocks;
+OWN Block* block;
+OWN void* scheduler_stack_pointer;
+OWN Fiber* current;
+OWN void (*body)(void*);
+OWN void* body_argument;
+OWN dim3 block_size, grid_size;
 constexpr size_t kStack = 64 * 1024;
-static char* dynamic_shared;
+OWN char* dynamic_shared;
+OWN size_t cluster_arrivals;
+extern "C" char __bss_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
 
 extern "C" void cuda_on_cpu_switch(void** from, void* to);
 asm(R"(.text
@@ -73,6 +96,11 @@ cuda_on_cpu_switch:
  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
  ret
 )");
+
+[[noreturn]] inline void fail(const char* why) {
+  fprintf(stderr, "cuda_on_cpu: block %u %s\n", block->index.x, why);
+  abort();
+}
 
 inline void pause(Status why) {
   current->status = why;
@@ -112,10 +140,18 @@ inline size_t turn(size_t i, size_t n) {
 #endif
 }
 
-inline size_t count(Status status, size_t from, size_t to) {
-  size_t found = 0;
-  for (size_t i = from; i < to; i++) found += fibers[i].status == status;
+inline size_t threads_of_block() { return (size_t)block_size.x * block_size.y * block_size.z; }
+
+inline size_t count(Status status) {
+  size_t found = 0, threads = threads_of_block();
+  for (size_t i = 0; i < threads; i++) found += block->fibers[i].status == status;
   return found;
+}
+
+inline void await(const size_t* what, size_t wanted) {
+  current->awaited = what;
+  current->wanted = wanted;
+  if (*what < wanted) pause(Status::at_cluster);
 }
 
 // Runs the fibers of one warp until each waits; lets a shuffle go on once all lanes of its mask are there.
@@ -123,7 +159,8 @@ inline bool run_warp(size_t first, size_t last) {
   bool ran = false;
   unsigned waiting = 0, wanted = 0;
   for (size_t i = first; i < last; i++) {
-    Fiber& fiber = fibers[first + turn(i - first, last - first)];
+    Fiber& fiber = block->fibers[first + turn(i - first, last - first)];
+    if (fiber.status == Status::at_cluster && *fiber.awaited >= fiber.wanted) fiber.status = Status::running;
     if (fiber.status == Status::running) {
       ran = true;
       resume(fiber);
@@ -136,38 +173,85 @@ inline bool run_warp(size_t first, size_t last) {
   unsigned lanes = last - first == 32 ? ~0u : (1u << (last - first)) - 1;
   if (waiting && (wanted & ~waiting & lanes) == 0) {
     for (size_t i = first; i < last; i++)
-      if (fibers[i].status == Status::at_shuffle) fibers[i].status = Status::running;
+      if (block->fibers[i].status == Status::at_shuffle) block->fibers[i].status = Status::running;
     return true;
   }
   return ran;
 }
 
-inline void run_block() {
-  size_t threads = (size_t)block_size.x * block_size.y * block_size.z, warps = (threads + 31) / 32;
-  if (fibers.size() < threads) fibers.resize(threads);
-  exchange.resize(2 * warps * 32);
-  for (size_t i = 0; i < threads; i++) start(fibers[i], (unsigned)i);
-  for (;;) {
+// Runs the block until nothing in it can; whether anything could.
+inline bool run_block() {
+  size_t threads = threads_of_block(), warps = (threads + 31) / 32;
+  for (bool any = false;; any = true) {
     bool ran = false;
     for (size_t i = 0; i < warps; i++) {
       size_t warp = turn(i, warps);
       ran |= run_warp(warp * 32, std::min(warp * 32 + 32, threads));
     }
-    size_t done = count(Status::done, 0, threads), waiting = count(Status::at_barrier, 0, threads);
-    if (done == threads) return;
-    if (waiting == threads) {  // strict: no thread may have left before
-      for (size_t i = 0; i < threads; i++) fibers[i].status = Status::running;
+    if (count(Status::at_barrier) == threads) {  // strict: no thread may have left before
+      for (size_t i = 0; i < threads; i++) block->fibers[i].status = Status::running;
     } else if (!ran) {
-      fprintf(stderr, "cuda_on_cpu: block %u is stuck: %zu threads done, %zu at __syncthreads, %zu at a shuffle\n",
-              block_index.x, done, waiting, threads - done - waiting);
-      abort();
+      block->done = count(Status::done) == threads;
+      return any;
     }
+  }
+}
+
+// From here on `which` runs: its __shared__ variables come in place of another's.
+inline void swap_in(Block& which) {
+  if (blocks.size() > 1) {
+    if (block) block->put_away.assign(__bss_start, _end);
+    memcpy(__bss_start, which.put_away.data(), which.put_away.size());
+  }
+  block = &which;
+  dynamic_shared = which.dynamic;
+}
+
+inline void start_block(Block& which, unsigned index, size_t shared) {
+  size_t threads = threads_of_block();
+  block = &which;
+  which.index = {index, 0, 0};
+  if (which.fibers.size() < threads) which.fibers.resize(threads);
+  which.exchange.resize(2 * ((threads + 31) / 32) * 32);
+  which.memory.assign(shared + 16, (char)0xff);
+  which.dynamic = which.memory.data() + 15 - (uintptr_t)(which.memory.data() + 15) % 16;
+  if (blocks.size() > 1) which.put_away.assign(_end - __bss_start, (char)0xff);
+  which.mailboxes[0] = which.mailboxes[1] = 0;
+  which.done = false;
+  for (size_t i = 0; i < threads; i++) start(which.fibers[i], (unsigned)i);
+}
+
+inline void stuck() {
+  for (Block& one : blocks) {
+    block = &one;
+    fprintf(stderr,
+            "cuda_on_cpu: block %u is stuck: %zu threads done, %zu at __syncthreads, %zu at a shuffle, %zu wait for the cluster\n",
+            one.index.x, count(Status::done), count(Status::at_barrier), count(Status::at_shuffle), count(Status::at_cluster));
+  }
+  abort();
+}
+
+// Runs blocks `first` and on, as many as a cluster has.
+inline void run_cluster(size_t first, size_t shared) {
+  cluster_arrivals = 0;
+  for (size_t i = 0; i < blocks.size(); i++) start_block(blocks[i], (unsigned)(first + i), shared);
+  block = nullptr;
+  for (size_t done = 0; done < blocks.size();) {
+    bool ran = false;
+    for (size_t i = 0; i < blocks.size(); i++) {
+      Block& one = blocks[turn(i, blocks.size())];
+      if (one.done) continue;
+      swap_in(one);
+      ran |= run_block();
+      done += one.done;
+    }
+    if (!ran) stuck();
   }
 }
 
 template <class T> T shuffle(unsigned mask, T value, int source) {
   Fiber& own = *current;
-  uint64_t* slots = exchange.data() + (own.parity ? exchange.size() / 2 : 0);
+  uint64_t* slots = block->exchange.data() + (own.parity ? block->exchange.size() / 2 : 0);
   own.parity ^= 1;
   own.mask = mask;
   memcpy(&slots[own.number], &value, sizeof value);
@@ -182,8 +266,8 @@ void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I.
   kernel(*(std::remove_reference_t<Arguments>*)arguments[I]...);
 }
 
-template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, size_t shared,
-                                           void** arguments) {
+template <class... Arguments> void launch(void (*kernel)(Arguments...), size_t cluster, unsigned grid, unsigned threads,
+                                           size_t shared, void** arguments) {
   struct Call {
     void (*kernel)(Arguments...);
     void** arguments;
@@ -194,21 +278,21 @@ template <class... Arguments> void launch(void (*kernel)(Arguments...), unsigned
   };
   body_argument = &now;
   block_size = {threads, 1, 1};
-  grid_size = {blocks, 1, 1};
-  block_index = {0, 0, 0};
-  std::vector<char> memory(shared + 16);
-  dynamic_shared = memory.data() + 15 - (uintptr_t)(memory.data() + 15) % 16;
-  for (size_t i = 0; i < blocks; i++) {
-    block_index.x = (unsigned)turn(i, blocks);
-    memset(dynamic_shared, 0xff, shared);
-    run_block();
+  grid_size = {grid, 1, 1};
+  if (grid % cluster) {
+    fprintf(stderr, "cuda_on_cpu: a grid of %u blocks in clusters of %zu\n", grid, cluster);
+    abort();
   }
+  blocks.resize(cluster);
+  std::vector<char> before(__bss_start, cluster > 1 ? _end : __bss_start);
+  for (size_t i = 0; i < grid; i += cluster) run_cluster(turn(i / cluster, grid / cluster) * cluster, shared);
+  std::copy(before.begin(), before.end(), __bss_start);
 }
 
 }  // namespace cuda_on_cpu
 
 #define threadIdx (::cuda_on_cpu::current->thread)
-#define blockIdx (::cuda_on_cpu::block_index)
+#define blockIdx (::cuda_on_cpu::block->index)
 #define blockDim (::cuda_on_cpu::block_size)
 #define gridDim (::cuda_on_cpu::grid_size)
 #define warpSize 32
@@ -217,6 +301,27 @@ inline void __syncthreads() { cuda_on_cpu::pause(cuda_on_cpu::Status::at_barrier
 inline void __syncwarp(unsigned mask = ~0u) { cuda_on_cpu::shuffle(mask, 0, 0); }
 inline void __threadfence() {}
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+// What kernels/cluster.cuh has: its barrier counts all threads of the cluster, a mailbox all bytes since the start.
+inline void cluster_start() { cuda_on_cpu::cluster_arrivals++; }
+inline void cluster_started() {
+  using namespace cuda_on_cpu;
+  if (blocks.size() > 1) await(&cluster_arrivals, threads_of_block() * blocks.size());
+}
+template <int N> void post(int turn, void* place, int rank, const float (&value)[N]) {
+  using namespace cuda_on_cpu;
+  Block& peer = blocks[rank];
+  if (cluster_arrivals < threads_of_block() * blocks.size() || peer.done) fail("posts to a block that has not started, or is done");
+  char* at = (char*)place;
+  if (at < __bss_start || at >= _end) fail("takes for a peer's what is no __shared__ variable");
+  memcpy(&peer == block ? at : peer.put_away.data() + (at - __bss_start), value, sizeof value);
+  peer.mailboxes[turn & 1] += sizeof value;
+}
+inline void receive(int turn, int bytes) {
+  using namespace cuda_on_cpu;
+  size_t &box = block->mailboxes[turn & 1], wanted = (turn / 2 + 1) * (size_t)bytes;
+  await(&box, wanted);
+  if (box != wanted) fail("got more than it waited for");
+}
 // The clock of all threads.
 inline long long nanoseconds() {
   timespec now;
@@ -248,12 +353,14 @@ template <class T> T atomicMax(T* at, T value) {
   return old;
 }
 template <class T> T __ldcg(const T* from) { return *from; }
+template <class T> void __stwb(T* to, T value) { *to = value; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 using std::isfinite;
 using std::isnan;
 
+// CLUSTER, the blocks of a cluster, is 1 where the kernel's text does not define it (compiler.py).
 // What the host calls: launch_<kernel>(blocks, threads, bytes of dynamic shared memory, addresses of the arguments).
 #define EXPORT(kernel)                                                                  \
   extern "C" void launch_##kernel(unsigned blocks, unsigned threads, size_t shared, void** arguments) { \
-    cuda_on_cpu::launch(kernel, blocks, threads, shared, arguments);                                    \
+    cuda_on_cpu::launch(kernel, CLUSTER, blocks, threads, shared, arguments);                           \
   }

@@ -7,11 +7,12 @@ import re
 import pytest
 import torch
 
-from fabricamp.ops import bridge, norm_kernels
-from tests.kernels.nvrtc import compile_for
+from fabricamp.ops import bridge, clusters, norm_kernels
+from tests.kernels.nvrtc import architectures, compile_for
 
 B, S = torch.bfloat16, torch.float32
 SHARED_MEMORY, PROCESSORS = 228 * 1024, 132  # of an H200
+SIZES = (1, 2, 4, 8)  # of its clusters
 
 
 @pytest.fixture
@@ -32,23 +33,46 @@ def texts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("width", "center", "dtype", "wide"),
+    ("width", "center", "dtype", "sizes", "wide"),
     [
-        (4096, False, B, False),
-        (8192, True, B, False),
-        (16384, True, B, False),
-        (16384, True, S, False),
-        (65536, True, B, True),
+        (4096, False, B, SIZES, False),
+        (8192, True, B, SIZES, False),
+        (16384, True, B, (1,), False),
+        (16384, True, B, SIZES, False),
+        (16384, True, S, (1,), False),
+        (16384, True, S, SIZES, False),
+        (32768, True, B, SIZES, False),
+        (65536, True, B, (1,), True),
+        (65536, True, B, SIZES, False),
+        (65536, True, S, SIZES, False),
     ],
 )
-def test_no_variant_spills(texts, width, center, dtype, wide):
+def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide):
+    monkeypatch.setattr(clusters, "sizes", lambda device: sizes)
     norm = norm_kernels.Norm(width, center, dtype, dtype, dtype, True, center, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     assert (norm_kernels._backward(norm, True, True) is None) is wide
     if wide:
         norm_kernels._wide(norm, True, True)
+    else:
+        norm_kernels._backward(norm, True, False)
     for text in texts:
-        log = compile_for(text, 90)
-        spills = [int(number) for number in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)]
-        assert spills, log
-        assert not any(spills), log
+        without_spills(text, 90)
+
+
+def test_clusters_compile_for_every_architecture_that_has_them(texts, monkeypatch):
+    monkeypatch.setattr(clusters, "sizes", lambda device: SIZES)
+    norm = norm_kernels.Norm(32768, True, B, B, B, True, True, False, torch.device("cpu"))
+    norm_kernels._forward(norm, True)
+    norm_kernels._backward(norm, True, True)
+    for architecture in architectures():
+        for text in texts:
+            if architecture >= 90:
+                without_spills(text, architecture)
+
+
+def without_spills(text, architecture):
+    log = compile_for(text, architecture)
+    spills = [int(number) for number in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)]
+    assert spills, log
+    assert not any(spills), f"sm_{architecture}: {log}"

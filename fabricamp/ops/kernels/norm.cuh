@@ -1,8 +1,9 @@
 // LayerNorm and RMSNorm: what their kernels share.  A file is compiled for one width and one set of types (ops/norm_kernels.py):
-//   WIDTH      elements of a row          VECTOR   neighbours that a thread loads at once; divides WIDTH
-//   LANES      threads of a row           ITEMS    loads of a thread for a row: ITEMS * LANES * VECTOR >= WIDTH
-//   GROUPS     rows of a block            CENTER   1 LayerNorm, 0 RMSNorm
+//   WIDTH      elements of a row          VECTOR   neighbours that a thread loads at once; divides a slice
+//   LANES      threads of a slice         ITEMS    loads of a thread for a row: ITEMS * LANES * VECTOR >= WIDTH / CLUSTER
+//   GROUPS     rows of a block            CLUSTER  blocks of a row (cluster.cuh), each with a slice of its columns; or 1
 //   WEIGHT     whether there is a weight  BIAS     whether there is a bias
+//   CENTER     1 LayerNorm, 0 RMSNorm
 //   EFFICIENT  whether the output was kept for backward, in place of the input
 // and of the types INPUT, OUTPUT, PARAMETER and SAVED (what was kept).
 #pragma once
@@ -13,6 +14,7 @@
 #define LANES 128
 #define ITEMS 1
 #define GROUPS 2
+#define CLUSTER 1
 #define CENTER 1
 #define WEIGHT 1
 #define BIAS 1
@@ -27,12 +29,22 @@
 #endif
 
 constexpr int kThreads = LANES * GROUPS;
-constexpr int kPacks = WIDTH / VECTOR;
+constexpr int kSlice = WIDTH / CLUSTER;  // columns of a block
+constexpr int kPacks = kSlice / VECTOR;
 constexpr float kShare = 1.f / WIDTH;
-constexpr int kTeam = LANES < 32 ? LANES : 32;  // threads of a row that shuffle
+constexpr int kTeam = LANES < 32 ? LANES : 32;  // threads of a slice that shuffle
 constexpr int kTeams = (LANES + 31) / 32;
+constexpr int kWarps = CLUSTER * kTeams;  // of a row
+constexpr int kSpan = kWarps < 32 && (kWarps & (kWarps - 1)) == 0 ? kWarps : 32;  // threads that add up what warps have
 
-// The columns of a thread: its item's first one, and whether the row reaches there.
+// Where the block's slice begins.
+__device__ __forceinline__ int slice_start() { return (int)(blockIdx.x % CLUSTER) * kSlice; }
+
+// A thread's place in its row's slice, and which of the block's rows that is.  Of one group it is known here: that saves registers.
+__device__ __forceinline__ int lane_of_row() { return GROUPS == 1 ? threadIdx.x : threadIdx.x % LANES; }
+__device__ __forceinline__ int group_of_block() { return GROUPS == 1 ? 0 : threadIdx.x / LANES; }
+
+// The columns of a thread in its slice: its item's first one, and whether the slice reaches there.
 __device__ __forceinline__ int column_of(int item, int lane) { return (item * LANES + lane) * VECTOR; }
 __device__ __forceinline__ bool inside(int item, int lane) {
   return (item + 1) * LANES <= kPacks || item * LANES + lane < kPacks;
@@ -54,6 +66,16 @@ template <typename T> using Packed = typename Word<sizeof(Pack<T, VECTOR>)>::typ
 // For what is read once: past the L1 cache, which then keeps weight and bias for the next row.
 template <typename T> __device__ __forceinline__ Packed<T> streamed_at(const T* row, int column) {
   return __ldcg((const Packed<T>*)(row + column));
+}
+
+// Narrows and stores neighbours at once: of a plain store compilers were seen to make one for every neighbour.
+template <typename T> __device__ __forceinline__ void put(T* to, const float (&from)[VECTOR]) {
+  Pack<T, VECTOR> pack;
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) pack.value[j] = Narrow<T>::of(from[j]);
+  Packed<T> words;
+  memcpy(&words, &pack, sizeof(words));
+  __stwb((Packed<T>*)to, words);
 }
 
 // Makes the compiler forget what it has computed from a pack: it would keep that in registers rather than compute it again.
@@ -81,17 +103,40 @@ template <typename T> __device__ __forceinline__ const T* unknown(const T* addre
   return address;
 }
 
-// Sums over the threads of a row that are in one warp, the same bits in all of them.
-template <int N> __device__ __forceinline__ void team_sums(float (&value)[N]) {
+// Sums over the threads of a row that are in one warp (or SPAN of them), the same bits in all of them.
+template <int SPAN = kTeam, int N> __device__ __forceinline__ void team_sums(float (&value)[N]) {
 #pragma unroll
-  for (int step = kTeam / 2; step > 0; step >>= 1)
+  for (int step = SPAN / 2; step > 0; step >>= 1)
 #pragma unroll
     for (int n = 0; n < N; ++n) value[n] += __shfl_xor_sync(0xffffffffu, value[n], step);
 }
 
-// Sums over the LANES threads of a row, the same bits in all of them.  `turn` alternates: one barrier a sum is enough then.
+#if CLUSTER > 1
+// What every warp of the row has, in each block's own shared memory; it is kept there for one more turn.
+template <int N> __device__ __forceinline__ const Pack<float, N>* collected(const float (&value)[N], int& turn) {
+  __shared__ Pack<float, N> warps[2][kWarps];
+  Pack<float, N>* row = warps[turn & 1];
+  int rank = threadIdx.x & 31;
+  if (rank < CLUSTER) post(turn, row + blockIdx.x % CLUSTER * kTeams + threadIdx.x / 32, rank, value);
+  receive(turn++, sizeof(warps[0]));
+  return row;
+}
+#endif
+
+// Sums over the threads of a row, the same bits in all of them.  `turn` alternates, or counts
+// in a cluster: one barrier a sum is enough then.
 template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int& turn) {
   team_sums(value);
+#if CLUSTER > 1
+  const Pack<float, N>* warps = collected(value, turn);
+#pragma unroll
+  for (int n = 0; n < N; ++n) value[n] = 0;
+#pragma unroll
+  for (int warp = threadIdx.x % kSpan; warp < kWarps; warp += kSpan)
+#pragma unroll
+    for (int n = 0; n < N; ++n) value[n] += warps[warp].value[n];
+  team_sums<kSpan>(value);
+#else
   if (kTeams == 1) return;
   __shared__ float parts[2][GROUPS][kTeams][N];
   int group = threadIdx.x / LANES, warp = threadIdx.x % LANES / 32;
@@ -106,6 +151,7 @@ template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int
     for (int other = 1; other < kTeams; ++other) value[n] += parts[turn][group][other][n];
   }
   turn ^= 1;
+#endif
 }
 
 __device__ __forceinline__ float row_sum(float value, int& turn) {
@@ -119,7 +165,7 @@ struct Row {
   float mean, root;
 };
 
-// The elements of a row in the threads of one of its warps; at least 1, for a divisor.
+// The elements of a slice in the threads of one of its warps; at least 1, for a divisor.
 __device__ __forceinline__ int elements_of(int team) {
   int last = kPacks - (ITEMS - 1) * LANES - team * kTeam;  // packs of the last item, those before are whole
   int packs = (ITEMS - 1) * kTeam + (last < 0 ? 0 : last > kTeam ? kTeam : last);
@@ -129,6 +175,23 @@ __device__ __forceinline__ int elements_of(int team) {
 // A row's mean and one over its deviation, from its warps': the mean of a warp's elements, the sum of the squares of their
 // distances from it.  The same bits in all threads; one barrier, once a kernel.
 __device__ __forceinline__ Row merged(float mean, float squares, float eps) {
+#if CLUSTER > 1
+  int turn = 0;
+  float own[2] = {mean, squares}, sum[1] = {0};
+  const Pack<float, 2>* warps = collected(own, turn);
+#pragma unroll
+  for (int warp = threadIdx.x % kSpan; warp < kWarps; warp += kSpan) sum[0] += warps[warp].value[0] * elements_of(warp % kTeams);
+  team_sums<kSpan>(sum);
+  mean = sum[0] * kShare;
+  sum[0] = 0;
+#pragma unroll
+  for (int warp = threadIdx.x % kSpan; warp < kWarps; warp += kSpan) {
+    float apart = warps[warp].value[0] - mean;
+    sum[0] += warps[warp].value[1] + apart * apart * elements_of(warp % kTeams);
+  }
+  team_sums<kSpan>(sum);
+  squares = sum[0];
+#else
   if (kTeams > 1) {
     __shared__ float means[GROUPS][kTeams], rests[GROUPS][kTeams];
     int group = threadIdx.x / LANES, team = threadIdx.x % LANES / 32;
@@ -144,6 +207,7 @@ __device__ __forceinline__ Row merged(float mean, float squares, float eps) {
       squares += rests[group][other] + apart * apart * elements_of(other);
     }
   }
+#endif
   return Row{mean, rsqrtf(squares * kShare + eps)};
 }
 
@@ -153,6 +217,15 @@ __device__ __forceinline__ float normalised(float saved, Row row, float weight, 
   float divisor = weight >= 0 ? fmaxf(weight, least) : fminf(weight, -least);
   return (saved - bias) / divisor;
 #else
-  return (saved - row.mean) * row.root;
+  return CENTER ? fmaf(saved, row.root, -row.mean * row.root) : saved * row.root;
 #endif
+}
+
+// A row's second sum is of gradients times normalised values.  These are linear in what was kept, so that its products with them
+// are enough: fewer instructions, of which the kernels have no time to give away.
+__device__ __forceinline__ float summed(float saved, Row row, float weight, float bias, float least) {
+  return EFFICIENT ? normalised(saved, row, weight, bias, least) : saved;
+}
+__device__ __forceinline__ float second_sum(float first, float second, Row row) {
+  return EFFICIENT ? second : row.root * (CENTER ? second - row.mean * first : second);
 }

@@ -2,12 +2,20 @@
 // keeps the sums of its columns, so that one reading serves input, weight and bias: 1 in registers, 2 in dynamic shared memory
 // (then GROUPS is 1).  AHEAD: it reads the next row before it computes this one, else each pack of it as this one's is done with.
 // norm_columns.cu makes the sums where they do not fit.
+#include "cluster.cuh"
 #include "common.cuh"
 #include "norm.cuh"
 
 constexpr int kSums = WEIGHT + BIAS;
 constexpr bool kShared = SUMS == 2;
 constexpr bool kRefill = SUMS && !AHEAD;
+
+// What counts rows: of wide ones no memory holds 2^31, and registers are short there.
+#if WIDTH >= 4096
+typedef int Count;
+#else
+typedef int64 Count;
+#endif
 
 template <typename T> struct Tile {
   Pack<T, VECTOR> item[ITEMS];
@@ -23,7 +31,6 @@ template <typename T> struct Tile {
 struct Held {
   Packed<SAVED> saved[ITEMS];
   Packed<OUTPUT> gradient[ITEMS];
-  Row row;
 };
 
 // Sums of columns over the rows of this block.
@@ -49,8 +56,7 @@ __device__ __forceinline__ void keep(float* totals, const float (&sums)[VECTOR],
 }
 
 // Writes the block's sums, those of its groups of threads added one after another: kSums rows of WIDTH.
-__device__ __forceinline__ void write_sums(const Columns& columns, float* partials, int lane, int group) {
-  float* own = partials + (int64)blockIdx.x * kSums * WIDTH;
+__device__ __forceinline__ void write_sums(const Columns& columns, float* own, int lane, int group) {
 #if GROUPS > 1
   __shared__ float totals[kSums * WIDTH];
 #else
@@ -96,8 +102,7 @@ __device__ __forceinline__ void add(int sum, int i, int lane, const float (&valu
 }
 
 // Writes the block's sums: kSums rows of WIDTH.
-__device__ __forceinline__ void write_sums(const Columns&, float* partials, int lane, int group) {
-  float* own = partials + (int64)blockIdx.x * kSums * WIDTH;
+__device__ __forceinline__ void write_sums(const Columns&, float* own, int lane, int group) {
   for (int sum = 0; sum < kSums; ++sum)
     for (int i = 0; i < ITEMS; ++i) {
       if (!inside(i, lane)) continue;
@@ -110,11 +115,13 @@ __device__ __forceinline__ void write_sums(const Columns&, float* partials, int 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
+extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
     const OUTPUT* __restrict__ gradients, const SAVED* __restrict__ saved, const float* __restrict__ means,
     const float* __restrict__ roots, const PARAMETER* __restrict__ weight, const PARAMETER* __restrict__ bias,
     INPUT* __restrict__ out, float* __restrict__ partials, int64 rows, double eps) {
-  int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, turn = 0;
+  cluster_start();
+  int lane = lane_of_row(), group = group_of_block(), turn = 0, start = slice_start();
+  gradients += start, saved += start, weight += start, bias += start, out += start;
   float least = (float)eps;
   Tile<PARAMETER> weights, biases;
   if (WEIGHT && !kShared) weights.read(weight, lane, true);
@@ -124,10 +131,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
   clear(columns, lane);
 #endif
   // Beyond the last row the last one is read again, for nobody: without a branch there are fewer registers to keep.
-  auto about = [&](int64 row) {
-    row = row < rows ? row : rows - 1;
-    return Row{CENTER && !EFFICIENT ? means[row] : 0.f, roots[row]};
-  };
   auto fetch_item = [&](Held& held, int64 row, int i) {
     row = row < rows ? row : rows - 1;
     if (!inside(i, lane)) return;
@@ -137,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
   auto fetch = [&](Held& held, int64 row) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) fetch_item(held, row, i);
-    held.row = about(row);
   };
   // With shared memory for the sums, registers are for rows: weight and bias come from the cache each time.
   auto parameters_of = [&](int i, float (&factor)[VECTOR], float (&shift)[VECTOR]) {
@@ -151,17 +153,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
       if (EFFICIENT && BIAS && !kShared) shift[j] = biases.at(i, j);
     }
   };
-  int64 step = (int64)gridDim.x * GROUPS;
+  Count begin = (Count)(blockIdx.x / CLUSTER) * GROUPS, step = (Count)(gridDim.x / CLUSTER) * GROUPS, last = (Count)rows;
   Held held, next;
-  if (AHEAD) fetch(next, (int64)blockIdx.x * GROUPS + group);
-  else fetch(held, (int64)blockIdx.x * GROUPS + group);
+  fetch(AHEAD ? next : held, begin + group);
+  cluster_started();
   // All groups take the same number of turns: there are barriers inside.
-  for (int64 first = (int64)blockIdx.x * GROUPS; first < rows; first += step) {
+  for (Count first = begin; first < last; first += step) {
     int64 row = first + group;
     if (AHEAD) {
       held = next;
       fetch(next, row + step);
     }
+    int64 known = GROUPS == 1 || row < rows ? row : rows - 1;
+    Row about{CENTER && !EFFICIENT ? means[known] : 0.f, roots[known]};  // first needed when the row's sums are there
     float sums[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -175,13 +179,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
       for (int j = 0; j < VECTOR; ++j) {
         float gradient = widen(upper.value[j]) * factor[j];
         if (CENTER) sums[0] += gradient;
-        sums[1] += gradient * normalised(widen(value.value[j]), held.row, factor[j], shift[j], least);
+        sums[1] += gradient * summed(widen(value.value[j]), about, factor[j], shift[j], least);
       }
     }
     if (CENTER) row_sums(sums, turn);
     else sums[1] = row_sum(sums[1], turn);
     if (row >= rows) continue;
-    float mean = sums[0] * kShare, slope = sums[1] * kShare;
+    float mean = sums[0] * kShare, slope = second_sum(sums[0], sums[1], about) * kShare;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (!inside(i, lane)) continue;
@@ -192,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         gradient[j] = widen(upper.value[j]);
-        float normal = normalised(widen(value.value[j]), held.row, factor[j], shift[j], least);
-        result[j] = (gradient[j] * factor[j] - mean - normal * slope) * held.row.root;
+        float normal = normalised(widen(value.value[j]), about, factor[j], shift[j], least);
+        result[j] = (gradient[j] * factor[j] - mean - normal * slope) * about.root;
 #if SUMS == 1
         if (WEIGHT) columns.weight[i][j] += gradient[j] * normal;
         if (BIAS) columns.bias[i][j] += gradient[j];
@@ -205,11 +209,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
       if (BIAS) add(WEIGHT, i, lane, gradient);
 #endif
       if (kRefill) fetch_item(held, row + step, i);
-      store<VECTOR>(out + row * WIDTH + column_of(i, lane), result);
+      put(out + row * WIDTH + column_of(i, lane), result);
     }
-    if (kRefill) held.row = about(row + step);
   }
 #if SUMS
-  write_sums(columns, partials, lane, group);
+  write_sums(columns, partials + (int64)(blockIdx.x / CLUSTER) * kSums * WIDTH + start, lane, group);
 #endif
 }

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_columns(
       if (SUMS && WEIGHT) sums[0][j] += gradient[j] * normal;
       if (SUMS && BIAS) sums[WEIGHT][j] += gradient[j];
     }
-    store<VECTOR>(out + row * WIDTH + column, value);
+    put(out + row * WIDTH + column, value);
   }
   if (SUMS) write_sums(sums, partials + part * (WEIGHT + BIAS) * WIDTH, lane, group, column - lane * VECTOR);
 }

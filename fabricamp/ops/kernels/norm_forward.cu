@@ -1,13 +1,16 @@
 // LayerNorm and RMSNorm of rows that fit into the registers of their threads: one reading, one writing.  The pointers of the
 // last loop are not __restrict__: the compiler would load weight and bias of all items first, into twice the registers.
+#include "cluster.cuh"
 #include "common.cuh"
 #include "norm.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_forward(
+extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_forward(
     const INPUT* __restrict__ input, const PARAMETER* weight, const PARAMETER* bias,
     OUTPUT* output, float* __restrict__ means, float* __restrict__ roots, int64 rows, double eps) {
-  int lane = threadIdx.x % LANES, turn = 0;
-  int64 row = (int64)blockIdx.x * GROUPS + threadIdx.x / LANES;
+  cluster_start();
+  int lane = lane_of_row(), turn = 0, start = slice_start();
+  input += start, weight += start, bias += start, output += start;
+  int64 row = (int64)(blockIdx.x / CLUSTER) * GROUPS + group_of_block();
   bool there = GROUPS == 1 || row < rows;
   Packed<INPUT> values[ITEMS];
 #pragma unroll
@@ -40,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_forward(
     }
     squares[0] += sum;
   }
+  cluster_started();
 #if CENTER
   team_sums(squares);
   Row about = merged(mean[0], squares[0], (float)eps);
@@ -48,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_forward(
   Row about{0.f, rsqrtf(squares[0] * kShare + (float)eps)};
 #endif
   if (!there) return;
-  if (lane == 0) {
+  if (lane == 0 && start == 0) {
     roots[row] = about.root;
     if (CENTER) means[row] = about.mean;
   }
@@ -66,6 +70,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_forward(
       if (WEIGHT) result[j] *= factor[j];
       if (BIAS) result[j] += shift[j];
     }
-    store<VECTOR>(output + row * WIDTH + column, result);
+    put(output + row * WIDTH + column, result);
   }
 }

@@ -67,6 +67,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_forward_wide(
       if (WEIGHT) value[j] *= factor[j];
       if (BIAS) value[j] += shift[j];
     }
-    store<VECTOR>(to + column, value);
+    put(to + column, value);
   }
 }

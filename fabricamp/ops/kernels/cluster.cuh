@@ -1,0 +1,71 @@
+// Thread-block clusters (compute capability 9.0 and later): CLUSTER neighbouring blocks of a grid run at the same time and write
+// into each other's shared memory.  A file that uses them is compiled with CLUSTER; with 1 nothing here costs anything.
+//
+// Not by the cluster's barrier: what it orders has to be there first, the loads of the next row and the stores of the last among
+// it, and it empties the L1 cache.  A post tells its receiver by itself, through one of two mailboxes (mbarriers) in turn:
+//   cluster_start()                     at the kernel's start
+//   cluster_started()                   before the first post: all blocks are there, with their mailboxes
+//   post(turn, place, rank, value)      writes `value` to block `rank`, where it has what is at `place` in this one
+//   receive(turn, bytes)                by all threads: waits for as many bytes from all posts of `turn` to this block
+// `turn` counts from 0.  Each block posts to every one, itself too, in each turn, and only after it has received the turn before
+// and has read what the one before that brought: so two places for what is posted, in turn, are enough.
+#pragma once
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+#ifndef __CUDACC__
+// The tests bring their own.
+#elif CLUSTER <= 1
+__device__ __forceinline__ void cluster_start() {}
+__device__ __forceinline__ void cluster_started() {}
+#else
+__device__ __forceinline__ unsigned shared_address(const void* place) { return (unsigned)__cvta_generic_to_shared(place); }
+
+__device__ __forceinline__ unsigned address_in_peer(unsigned own, int rank) {
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ unsigned mailbox(int turn) {
+  __shared__ unsigned long long boxes[2];
+  return shared_address(boxes + (turn & 1));
+}
+
+__device__ __forceinline__ void cluster_start() {
+  if (threadIdx.x == 0) {
+    for (int turn = 0; turn < 2; ++turn) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(mailbox(turn)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void post(int turn, const void* place, int rank, const float (&value)[1]) {
+  unsigned there = address_in_peer(shared_address(place), rank), box = address_in_peer(mailbox(turn), rank);
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+               : : "r"(there), "f"(value[0]), "r"(box) : "memory");
+}
+
+__device__ __forceinline__ void post(int turn, const void* place, int rank, const float (&value)[2]) {
+  unsigned there = address_in_peer(shared_address(place), rank), box = address_in_peer(mailbox(turn), rank);
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               : : "r"(there), "f"(value[0]), "f"(value[1]), "r"(box) : "memory");
+}
+
+__device__ __forceinline__ void receive(int turn, int bytes) {
+  unsigned box = mailbox(turn), parity = turn >> 1 & 1, done;
+  if (threadIdx.x == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(box), "r"(bytes) : "memory");
+  do {
+    asm volatile("{ .reg .pred here; mbarrier.try_wait.parity.shared::cta.b64 here, [%1], %2; selp.u32 %0, 1, 0, here; }"
+                 : "=r"(done) : "r"(box), "r"(parity) : "memory");
+  } while (!done);
+}
+#endif
