@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError
 from fabricamp.nn.sync_batch_norm import SyncBatchNorm
+from fabricamp.ops.peer_memory import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -36,6 +38,8 @@ _HOOKS = (
 )
 """What a module keeps besides its tensors; the dictionaries themselves go over, so that handles still remove their hooks."""
 _ORIGINAL = "_batch_norm_before"
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+"""What SyncBatchNorm does as well; activations and casts that a subclass adds would be lost."""
 
 
 def convert_syncbn_model(
@@ -44,8 +48,9 @@ def convert_syncbn_model(
     """Returns ``module`` with every BatchNorm in it (or itself) replaced by :class:`SyncBatchNorm` over ``process_group``.
 
     Parameters and buffers are the same objects, so optimizers that have them stay right, and ``requires_grad``, dtype, device,
-    ``training`` and hooks stay as they are.  Layers that are SyncBatchNorm already are left alone.  :func:`revert_syncbn_model`
-    takes it back.  ``channel_last`` is for inputs whose last dimension has the channels; memory formats need no option.
+    ``training``, hooks and what else was noted on a layer stay as they are.  Layers that are SyncBatchNorm already are left alone;
+    subclasses with a ``forward`` of their own are refused, since that would be lost.  :func:`revert_syncbn_model` takes it back.
+    ``channel_last`` is for inputs whose last dimension has the channels; memory formats need no option.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"convert_syncbn_model takes one module, not a {type(module).__name__}; call it for each")
@@ -75,7 +80,7 @@ def revert_syncbn_model(module: Module, layers: Collection[nn.Module] | None = N
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """Returns this rank's group among groups of ``group_size`` neighbouring ranks; None (all ranks) for 0.
 
-    Every rank calls it, with the same size.
+    Every rank calls it, with the same size.  The groups wait for a slow rank as long as the default group does.
     """
     if group_size == 0:
         return None
@@ -85,7 +90,12 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise ConfigError(
             f"group_size={group_size} does not divide the {ranks} ranks; it can be {', '.join(map(str, fitting))}, or 0 for all"
         )
-    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, ranks, group_size)]
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    timeout = timeout_of(
+        world, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )  # not torch's, which may be shorter
+    members = [list(range(first, first + group_size)) for first in range(0, ranks, group_size)]
+    groups = [dist.new_group(one, timeout=timeout) for one in members]
     return cast("dist.ProcessGroup", groups[dist.get_rank() // group_size])
 
 
@@ -111,10 +121,7 @@ def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module], done
 
 
 def _as_synchronised(layer: _BatchNorm, group: dist.ProcessGroup | None, *, channel_last: bool) -> SyncBatchNorm:
-    if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
-        raise ConfigError(
-            f"{type(layer).__name__} has no number of channels yet; run one batch through the module before the conversion"
-        )
+    _check_convertible(layer)
     if group is None and isinstance(layer, nn.SyncBatchNorm):
         group = layer.process_group
     new = SyncBatchNorm(
@@ -127,9 +134,31 @@ def _as_synchronised(layer: _BatchNorm, group: dist.ProcessGroup | None, *, chan
         channel_last=channel_last,
     )
     _move(layer, new)
+    for name, value in vars(layer).items():  # whatever else its owner has noted on it
+        if not (name.startswith("_") or hasattr(new, name)):
+            setattr(new, name, value)
     # Not as a child: it is no layer of the model.
     object.__setattr__(new, _ORIGINAL, layer)
     return new
+
+
+def _check_convertible(layer: _BatchNorm) -> None:
+    """Raises :class:`ConfigError` where a SyncBatchNorm in the layer's place would silently compute something else."""
+    kind = type(layer).__name__
+    if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
+        raise ConfigError(
+            f"{kind} has no number of channels yet; run one batch through the module before the conversion"
+        )
+    if "forward" in vars(layer) or type(layer).forward not in _FORWARDS:
+        raise ConfigError(
+            f"{kind} has a forward of its own, which a SyncBatchNorm in its place would not run; put what it does besides into a "
+            "module of its own, behind a plain BatchNorm, or replace it by a subclass of fabricamp.nn.SyncBatchNorm"
+        )
+    if layer._modules:
+        raise ConfigError(
+            f"{kind} has modules of its own ({', '.join(layer._modules)}), which a SyncBatchNorm in its place would not have; take "
+            "them out before the conversion (parametrizations: torch.nn.utils.parametrize.remove_parametrizations)"
+        )
 
 
 def _reverted(layer: SyncBatchNorm) -> _BatchNorm:

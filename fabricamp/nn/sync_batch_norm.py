@@ -70,10 +70,11 @@ class SyncBatchNorm(_BatchNorm):
         """Returns ``input`` normalised, times weight plus bias, plus ``z``; 0 where that is below and ``fuse_relu`` is set."""
         if not self.training:
             return self._evaluated(input, z)
-        running_mean, running_var = self.running_mean, self.running_var
         running = None
-        if running_mean is not None and running_var is not None:
-            running = (running_mean, running_var, self.num_batches_tracked)
+        if self.track_running_stats:  # may be switched off for a while, as in BatchNorm: the values stay what they are
+            running_mean, running_var = self.running_mean, self.running_var
+            if running_mean is not None and running_var is not None:
+                running = (running_mean, running_var, self.num_batches_tracked)
         momentum = self.momentum
         return sync_batch_norm(
             input,
@@ -92,6 +93,11 @@ class SyncBatchNorm(_BatchNorm):
     def _evaluated(self, x: Tensor, z: Tensor | None) -> Tensor:
         """By the running values, or where there are none by this rank's own batch."""
         self._check_input_dim(x)
+        if z is not None and (z.shape, z.dtype) != (x.shape, x.dtype):  # what training refuses
+            raise ConfigError(
+                f"the residual z of a SyncBatchNorm is {z.dtype} {tuple(z.shape)}; it has to be as the input: {x.dtype} "
+                f"{tuple(x.shape)}"
+            )
         if self.channel_last:
             x = x.movedim(-1, 1)
         y = F.batch_norm(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ALLOCATORS", "Mapped", "Slot", "Workspace", "check_peers", "obstacle_on", "workspace_of"]
+__all__ = ["ALLOCATORS", "Mapped", "Slot", "Workspace", "check_peers", "obstacle_on", "timeout_of", "workspace_of"]
 
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, a ResNet-50's on two ranks."""
@@ -91,7 +91,7 @@ class Workspace:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = weakref.ref(group)
         self.device = device
-        self.timeout = _timeout_of(group, device)
+        self.timeout = timeout_of(group, device)
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
         self.host_failed = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         # Read at every call: a tenth of a microsecond so.
@@ -149,7 +149,7 @@ class Workspace:
             )
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long a collective of the group waits."""
     try:
         found = group._get_backend(device).options._timeout

@@ -48,6 +48,8 @@ class _Sums:
         self.views: list[Tensor] = [torch.empty(0)] * len(holders)
         self.flags: list[Tensor] = [torch.empty(0)] * len(holders)
         self.present = [False] * len(holders)
+        self.filled = False
+        """Whether anything was written since the last :meth:`clear`: here, or by other ranks into what is exchanged."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, holder in enumerate(holders):
             by_kind.setdefault((torch.promote_types(holder.dtype, torch.float32), holder.device), []).append(index)
@@ -62,7 +64,8 @@ class _Sums:
         self.all_views = tuple(self.views)  # always the same memory
 
     def clear(self) -> None:
-        if any(self.present):
+        if self.filled:
+            self.filled = False
             for flat in self.flat:
                 flat.zero_()
             self.present = [False] * len(self.present)
@@ -123,6 +126,7 @@ class Binding:
                 new.views[index].copy_(old.views[before])
                 new.flags[index].copy_(old.flags[before])
                 new.present[index] = old.present[before]
+        new.filled = old.filled
         self._sums = new
         self.flat[:] = new.flat  # the same list: the loop holds it
 
@@ -134,6 +138,7 @@ class Binding:
         filled = [index for index, holder in enumerate(self.holders) if holder.grad is not None]
         gradients = [_dense(self.holders[index].grad) for index in filled]
         ops.accumulate(gradients, [sums.views[index] for index in filled], multiplier)
+        sums.filled |= bool(filled)
         for index in filled:
             self.holders[index].grad = None
             if not sums.present[index]:
@@ -144,6 +149,7 @@ class Binding:
     def take_sums(self) -> None:
         """Takes note of sums that were written from outside: their flags say which parameters they have."""
         if self._sums is not None and self._sums.flags:
+            self._sums.filled = True
             self._sums.present = [flag != 0 for flag in torch.cat([flag.cpu() for flag in self._sums.flags]).tolist()]
 
     def gather(self, gradients: Gradients) -> list[Gradient]:
@@ -187,6 +193,8 @@ class Binding:
 
     def _check_exchanged(self, gradients: Gradients) -> None:
         given = gradients.tensors
+        if given is not None and self._sums is not None:
+            self._sums.filled = True
         in_place = (
             given is not None
             and len(given) == len(self.flat)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Mapping
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import DistributedError
 from fabricamp.nn import SyncBatchNorm
+from fabricamp.ops.peer_memory import timeout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Lane", "Local", "Overlap", "lanes_for", "on_backward", "tensors_in"]
 
 _grad: Final = operator.attrgetter("grad")
+_MOST_GROUPS: Final = 8
 
 
 class Lane(NamedTuple):
@@ -37,22 +40,52 @@ class Lane(NamedTuple):
 
 
 def lanes_for(
-    count: int, communicators: tuple[Sequence[Any], Sequence[Any]] | None, device: torch.device, module: nn.Module
+    count: int,
+    communicators: tuple[Sequence[Any], Sequence[Any]] | None,
+    device: torch.device,
+    module: nn.Module,
+    *,
+    alone: bool = True,
 ) -> list[Lane]:
     """Returns ``count`` lanes of ``communicators`` (groups, streams), or of their own; every rank calls it.
 
-    Where layers of ``module`` exchange statistics in backward, the default group is theirs: ranks whose backwards reach different
-    parameters send messages at different moments of it, and one's message would meet another's statistics.
+    The default group is the first one's where nothing else uses it in backward.  Layers of ``module`` that exchange statistics do,
+    and so do other wrapped modules where this is not the one ``alone``: ranks whose backwards reach different parameters send
+    messages at different moments of it, and one's message would meet another's statistics, or a message of another module.
     """
     if communicators is not None:
         groups, streams = communicators
         return [Lane(group, stream) for group, stream in zip(groups, streams, strict=True)]
     cuda = device.type == "cuda"
-    shared = not any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules())
+    shared = alone and not any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules())
     return [
-        Lane(None if shared and not number else dist.new_group(), torch.cuda.Stream(device) if cuda else None)
+        Lane(None if shared and not number else _groups.lend(device), torch.cuda.Stream(device) if cuda else None)
         for number in range(count)
     ]
+
+
+class _Groups:
+    """Groups of all ranks beside the default one, lent in turn: modules that come and go shall not leave a communicator each."""
+
+    def __init__(self) -> None:
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._lent = 0
+
+    def lend(self, device: torch.device) -> dist.ProcessGroup:
+        """Returns the next one, which waits for a slow rank as long as the default group does; every rank calls it."""
+        world = dist.group.WORLD
+        assert world is not None, "init_process_group comes first"
+        if self._world is None or self._world() is not world:
+            self._world, self._lent = weakref.ref(world), 0
+            self._groups.clear()
+        if len(self._groups) < _MOST_GROUPS:
+            self._groups.append(cast("dist.ProcessGroup", dist.new_group(timeout=timeout_of(world, device))))
+        self._lent += 1
+        return self._groups[(self._lent - 1) % _MOST_GROUPS]
+
+
+_groups: Final = _Groups()
 
 
 class Local:

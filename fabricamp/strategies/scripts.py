@@ -130,7 +130,9 @@ class DistributedDataParallel(nn.Module):
     def _open_lanes(self) -> None:
         # Not for a copy before it trains: one rank alone may make one, to average weights, and all have to open a group.
         device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
-        self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, device, self.module)
+        self._lanes = lanes_for(
+            self.num_allreduce_streams, self.allreduce_communicators, device, self.module, alone=False
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_layout", "_overlaps", "_lanes", "_overlap", "_task", "_handles")

@@ -213,6 +213,41 @@ def test_unused_and_thawed_parameters():
                 assert (one - other).abs().max() < {"O0": 1e-6, "O2": 2e-3, "O5": 2e-2}[key[0]], key
 
 
+class Elsewhere(Classifier):
+    """In every other window rank 1's loss reaches a parameter that no optimizer has, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return self.other.float() * 1.0 if self.global_rank == 1 and batch_idx // 2 % 2 == 0 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def elsewhere():
+    found = []
+    for wraps, level in itertools.product([True, False], ["O0", "O2", "O5"]):
+        module = Elsewhere()
+        strategy = DDP(find_unused_parameters=True) if wraps else DelayedDDP()
+        precision = OptLevel(level, loss_scale=2.0) if level == "O2" else level
+        trainer_of_ranks(strategy=strategy, precision=precision, max_epochs=1, accumulate_grad_batches=2).fit(
+            module, loader(64, 4)
+        )
+        found.append((level, flat(module.net)))
+    return found
+
+
+def test_a_rank_that_adds_nothing_to_a_window():
+    """The others' sums, which it has received, are not in its next window."""
+    for found in run_ranks(elsewhere, 2):
+        before, full = flat(Classifier().net), found[0][1]
+        assert [level for level, one in found if distance(before, one, full) > TOLERANCE[level]] == []
+
+
 # -- what others see ---------------------------------------------------------------------------------------------------
 
 

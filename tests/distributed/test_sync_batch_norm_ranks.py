@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime as dt
+import itertools
 import os
 import time
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
@@ -158,6 +160,64 @@ def many_rounds():
     assert copied._exchange.key != other[0]._exchange.key
 
 
+USES = {
+    "twice": lambda layer, x: layer(x) + layer(x.flip(-1) * 1.5),
+    "checkpointed": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "re-entrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "a forward between": lambda layer, x: layer(x) + layer(-x).detach(),
+    "no gradient of the input": lambda layer, x: layer(x.detach()),
+}
+LAYERS = {
+    "plain": {},
+    "averaged": {"momentum": None},
+    "without running values": {"track_running_stats": False},
+    "without weights": {"affine": False},
+    "frozen": {},
+    "switched off": {},
+}
+
+
+def used(exchange, counts):
+    """Every way to call a layer, beside BatchNorm on the joined batch called in the same way."""
+    if exchange != "reference":
+        use_kernels()
+    apart = []
+    for (name, options), (use, call) in itertools.product(LAYERS.items(), USES.items()):
+        if name == "without weights" and use == "no gradient of the input":
+            continue
+        layer = SyncBatchNorm(4, **options, exchange=None if exchange == "reference" else exchange)
+        theirs = nn.BatchNorm1d(4, **options).double()
+        for one in (layer, theirs):
+            if name == "frozen":
+                one.weight.requires_grad_(requires_grad=False)
+            one.track_running_stats &= name != "switched off"
+        for _ in range(2):
+            (x, _, dy), own = joined(counts, (4, 5))
+            leaf, whole = x[own].clone().requires_grad_(), x.double().requires_grad_()
+            call(layer, leaf).backward(dy[own])
+            call(theirs, whole).backward(dy.double())
+        found, expected = [leaf.grad], [None if whole.grad is None else whole.grad[own]]
+        for one, other in zip(layer.parameters(), theirs.parameters(), strict=True):
+            if one.grad is not None:
+                dist.all_reduce(one.grad)
+            found.append(one.grad)
+            expected.append(other.grad)
+        found, expected = [*found, *layer.buffers()], [*expected, *theirs.buffers()]
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if (one is None) != (other is None) or not (
+                one is None or torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-4)
+            ):
+                apart.append((name, use, place))
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("exchange", "counts"), [("reference", (2, 3)), ("reference", (1, 0, 4)), ("collective", (3, 1)), ("peer", (1, 3))]
+)
+def test_however_a_step_uses_the_layer(exchange, counts):
+    assert run_ranks(used, len(counts), exchange, counts) == [[]] * len(counts)
+
+
 def test_many_rounds_by_peer_memory():
     run_ranks(many_rounds, 2)
 
@@ -172,6 +232,8 @@ def grouped():
     expected = nn.BatchNorm1d(3)(x[2 * pair : 2 * pair + 2].flatten(0, 1)).unflatten(0, (2, 3))[rank % 2]
     torch.testing.assert_close(y, expected)
     assert copy.deepcopy(layer).process_group is group
+    waits = [peer_memory.timeout_of(one, torch.device("cpu")) for one in (group, dist.group.WORLD)]
+    assert waits == [dt.timedelta(seconds=77)] * 2
     assert create_syncbn_process_group(0) is None
     with pytest.raises(ConfigError, match="group_size=3 does not divide the 4 ranks; it can be 1, 2, 4, or 0"):
         create_syncbn_process_group(3)
@@ -185,7 +247,7 @@ def grouped():
 
 
 def test_process_groups():
-    run_ranks(grouped, 4)
+    run_ranks(grouped, 4, timeout=77.0)
 
 
 def overridden():

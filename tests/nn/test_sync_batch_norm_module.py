@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
@@ -100,6 +101,22 @@ def test_kinds_of_input_and_parameters(dtype, mixed):
     assert ours(x).dtype == dtype
 
 
+def test_running_values_that_are_switched_off_stay_as_they_are():
+    """As an adversarial example's forward does it: by the batch, without a trace of it."""
+    theirs, ours = pair(nn.BatchNorm2d)
+    for tracked, mode in ((True, True), (False, True), (False, False), (True, True)):
+        theirs.track_running_stats = ours.track_running_stats = tracked
+        x = torch.randn(3, 6, 4, 5) * 2 + 1
+        for found, expected in zip(run(ours.train(mode), x), run(theirs.train(mode), x), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name in ("weight", "bias"):
+        layers = pair(nn.BatchNorm2d)
+        for layer in layers:
+            setattr(layer, name, None)
+        for found, expected in zip(*[run(layer, x) for layer in layers], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_memory_formats_are_kept():
     layer = SyncBatchNorm(6)
     x = torch.randn(3, 6, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
@@ -161,6 +178,9 @@ def test_conversion_keeps_everything():
     handle = net.shared.register_forward_hook(lambda *_: calls.append("forward"))
     net.shared.register_forward_pre_hook(lambda *_: calls.append("before"))
     net.shared.register_state_dict_post_hook(lambda *_: calls.append("state"))
+    behind = []
+    net.rows.register_full_backward_hook(lambda module, *_: behind.append(type(module)))
+    net.rows.note = "kept"
     own, before, modules = net.own, list(net.parameters()), dict(net.named_modules())
     assert convert_syncbn_model(net) is net
     assert [type(layer).__name__ for layer in (net.body[2], net.shared, net.rows, net.without, net.body[0])] == [
@@ -180,6 +200,8 @@ def test_conversion_keeps_everything():
         torch.testing.assert_close(net(x), twin(x), rtol=1e-4, atol=1e-5)
     net(x).sum().backward()
     optimizer.step()
+    assert behind == [SyncBatchNorm]
+    assert net.rows.note == "kept"
     assert calls[2:8] == ["before", "forward"] * 3
     handle.remove()
     calls.clear()
@@ -221,6 +243,33 @@ def test_a_bare_layer_is_converted_and_back():
     assert isinstance(revert_syncbn_model(theirs), nn.SyncBatchNorm)
 
 
+class Activated(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Narrow(nn.BatchNorm2d):
+    def _check_input_dim(self, x):
+        assert x.shape[0] < 100
+
+
+def test_layers_that_do_more_than_normalise_are_not_converted():
+    """What they do besides would silently be lost."""
+    replaced, parametrized = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
+    replaced.forward = torch.relu
+    parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    for layer, words in (
+        (Activated(6), "Activated has a forward of its own"),
+        (replaced, "BatchNorm2d has a forward of its own"),
+        (parametrized, "ParametrizedBatchNorm2d has modules of its own .parametrizations."),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            convert_syncbn_model(nn.Sequential(nn.Conv2d(3, 6, 1), layer))
+    assert isinstance(convert_syncbn_model(Narrow(6)), SyncBatchNorm)
+    parametrize.remove_parametrizations(parametrized, "weight")
+    assert isinstance(convert_syncbn_model(parametrized), SyncBatchNorm)
+
+
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="LazyBatchNorm1d has no number of channels"):
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
@@ -233,6 +282,9 @@ def test_what_cannot_work_is_refused():
     for mode in (True, False):
         with pytest.raises(ConfigError, match="1 dimensions"):
             SyncBatchNorm(6).train(mode)(torch.zeros(6))
+        for z in (torch.zeros(3, 6).half(), torch.zeros(1, 6)):
+            with pytest.raises(ConfigError, match="the residual z"):
+                SyncBatchNorm(6).train(mode)(torch.zeros(3, 6), z)
     with pytest.raises(ConfigError, match="has 6 channels, but the input"):
         SyncBatchNorm(6)(torch.zeros(2, 5, 6))
     with pytest.raises(ConfigError, match="one value a channel has no variance"):

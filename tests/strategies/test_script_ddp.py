@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.nn import SyncBatchNorm
+from fabricamp.ops.peer_memory import timeout_of
 from fabricamp.strategies import DistributedDataParallel, Reducer
 from tests.distributed.ranks import run_ranks
 from tests.strategies.test_ddp import Net, assert_equal, batch_of, gradients_of
@@ -357,6 +358,31 @@ def check_statistics_do_not_meet_messages():
     assert of_torch._lanes[0].group is not None
 
 
+def check_networks_whose_messages_cross():
+    """Two networks in one backward: where ranks use different parameters, their messages leave in different orders."""
+    nets = [Net(seed=one) for one in range(3)]
+    for net in nets:
+        net.norm.eval()
+    modes = [{"message_size": 10}, {"message_size": 10}, {"delay_allreduce": True}]
+    wrapped = [DistributedDataParallel(copy.deepcopy(net), **one) for net, one in zip(nets, modes, strict=True)]
+    for index in range(6):
+        x = batch_of(dist.get_rank(), index)
+        for models in (wrapped, nets):
+            for place, model in enumerate(models):
+                model.zero_grad()
+                (model if model is nets[place] else model.module).skip = (index + dist.get_rank() + place) % 2 == 0
+            sum(loss_of(model(x)) for model in models).backward()
+        for ours, alone in zip(wrapped, nets, strict=True):
+            for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
+                mean = mean_over_ranks(torch.zeros_like(one) if other.grad is None else other.grad)
+                torch.testing.assert_close(one.grad, mean)
+    groups = [lane.group for model in wrapped for lane in model._lanes]
+    assert len(set(groups)) == 2
+    assert {timeout_of(group, torch.device("cpu")).total_seconds() for group in groups} == {88}
+    others = [DistributedDataParallel(Net()) for _ in range(9)]
+    assert len({model._lanes[0].group for model in others}) == 8  # not one more with each
+
+
 def check_a_copy_on_one_rank():
     """Averages of weights are often kept by rank 0 alone; a copy waits for nobody."""
     model = DistributedDataParallel(Detour(SyncBatchNorm), message_size=20)
@@ -428,6 +454,7 @@ def script_checks():
     check_checkpointing()
     check_copies()
     check_statistics_do_not_meet_messages()
+    check_networks_whose_messages_cross()
     check_a_copy_on_one_rank()
     check_reducer()
     check_arguments()
@@ -435,7 +462,7 @@ def script_checks():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_scripts(world_size):
-    run_ranks(script_checks, world_size)
+    run_ranks(script_checks, world_size, timeout=88.0)
 
 
 def one_process():
