@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 
 from torch import nn
 
+from fabricamp.errors import ConfigError
 from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm
 
 __all__ = ["fuse"]
@@ -24,6 +25,8 @@ def fuse(module: M) -> M:
     >>> [type(one).__name__ for one in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
     ['Linear', 'FusedLayerNorm']
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"fuse() takes a module, not {module!r}; of several modules, call it for each")
     for one in module.modules():
         fused = _FUSED.get(type(one))
         if fused is not None:

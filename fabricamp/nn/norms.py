@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from numbers import Integral
+from operator import index
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.normalization import layer_norm, rms_norm, rms_norm_reference
@@ -13,7 +18,6 @@ from fabricamp.ops.normalization import layer_norm, rms_norm, rms_norm_reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
 __all__ = [
@@ -29,6 +33,11 @@ __all__ = [
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
+
+
+# torch.fx sees a norm as one operation, as it sees torch's.
+torch.fx.wrap("layer_norm")
+torch.fx.wrap("rms_norm")
 
 
 class NoParametersError(ConfigError, RuntimeError):
@@ -59,12 +68,14 @@ class FusedLayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        shape = [index(normalized_shape)] if isinstance(normalized_shape, (int, Integral)) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Returns ``input``, normalised."""
+        if is_scripting():
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         efficient = self.memory_efficient
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, memory_efficient=efficient)
 
@@ -89,12 +100,14 @@ class FusedRMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        shape = [index(normalized_shape)] if isinstance(normalized_shape, (int, Integral)) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         self.memory_efficient = memory_efficient
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x``, normalised."""
+        if is_scripting():
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, memory_efficient=self.memory_efficient)
 
 
@@ -118,6 +131,9 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Returns ``input``, normalised, in the dtype of the parameters."""
+        if is_scripting():
+            x = input.to(self.weight.dtype)
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return mixed_dtype_fused_layer_norm_affine(
             input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
         )
@@ -143,6 +159,8 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x``, normalised, in the dtype of the weight."""
+        if is_scripting():
+            return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
         return rms_norm(
             x,
             self.normalized_shape,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.bridge import c_type, kernel, runs_kernels
-from fabricamp.ops.dispatch import chosen
+from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
 
 if TYPE_CHECKING:
     from fabricamp.ops.bridge import Kernel
@@ -76,17 +76,18 @@ def fused_cross_entropy(
     rule = CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss)
     check_rule(rule)
     _check(logits, target)
-    if in_place and logits.is_leaf and logits.requires_grad:
+    if in_place and logits.requires_grad and _is_of_a_leaf(logits):
         raise ConfigError(
-            "in_place=True writes the gradient over the logits, but these are a leaf that requires grad: whoever made them "
-            "still has them; give what an operation returned, or in_place=False"
+            "in_place=True writes the gradient over the logits, but these are a leaf that requires grad, or a view of one: "
+            "whoever made it still has it; give what an operation returned, or in_place=False"
         )
     classes = index(logits.shape[-1])  # a constant for torch.compile, which takes the choice for one
-    if logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device):
-        if torch.compiler.is_compiling():
+    by_kernel = logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device)
+    if by_kernel and not torch_alone():
+        # The memory of a subclass may be anywhere.
+        if torch.compiler.is_compiling() or (type(logits) is Tensor and recorded()):
             return cast("Tensor", torch.ops.fabricamp.cross_entropy(logits, target, *rule)[0])
-        # The memory of a subclass may be anywhere, and torch.func's tensors stand for others.
-        if type(logits) is Tensor and not torch._C._are_functorch_transforms_active():
+        if type(logits) is Tensor:
             return cast("Tensor", _CrossEntropy.apply(logits, target, rule, in_place))  # type: ignore[no-untyped-call]
     return cross_entropy_reference(logits, target, **rule._asdict())
 
@@ -101,6 +102,13 @@ def check_rule(rule: CrossEntropyRule) -> None:
         raise ConfigError(f"label_smoothing={rule.label_smoothing} is a share of the target: give a number from 0 to 1")
     if not 0 <= rule.z_loss < math.inf:
         raise ConfigError(f"z_loss={rule.z_loss} is the weight of a penalty: give 0 or a positive number")
+
+
+def _is_of_a_leaf(logits: Tensor) -> bool:
+    if logits.is_leaf or torch.compiler.is_compiling():  # what is compiled writes nothing over
+        return logits.is_leaf
+    base = logits._base
+    return base is not None and base.is_leaf
 
 
 def _check(logits: Tensor, target: Tensor) -> None:
@@ -135,6 +143,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: what refuses a second derivative stands in the graph
             made = torch.ops.fabricamp.cross_entropy_backward(gradient, logits, target, statistics, *ctx.rule)
+        elif is_batch(gradient):
+            made = _backward_by_torch(gradient, logits, target, statistics, ctx.rule)
         else:
             made = cross_entropy_backward(gradient, logits, target, statistics, ctx.rule, in_place=ctx.in_place)
         return made, None, None, None
@@ -277,7 +287,7 @@ def cross_entropy_reference(
 ) -> Tensor:
     """What :func:`fused_cross_entropy` does, in torch's own operations: its backward can be differentiated again."""
     wide, labels, wrong = _rows(logits, target, ignore_index)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.device.type == "cpu" and type(target) is Tensor and not (recorded() or torch_alone()):
         _refuse(target, wrong, logits.shape[-1])
     classes = labels.masked_fill(wrong, 0)
     losses = F.cross_entropy(
@@ -328,10 +338,13 @@ def _backward_by_torch(
     wide, labels, wrong = _rows(logits, target, rule.ignore_index)
     sums = statistics[: 2 * len(labels)].view(-1, 2).sum(1)
     factor = gradient.reshape(-1).to(wide.dtype) * (statistics[-1] if rule.reduction == "mean" else 1.0)
-    factor = torch.where(labels == _NOT_A_CLASS, 0.0, torch.where(wrong, math.nan, factor))
-    made = (wide - sums[:, None]).exp_().mul_((factor * (1 + 2 * rule.z_loss * sums))[:, None])
+    factor = torch.where(wrong, math.nan, factor)
+    # The product is not in place: the gradient alone may be a batch.
+    made = (wide - sums[:, None]).exp_() * (factor * (1 + 2 * rule.z_loss * sums))[:, None]
     made.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
-    made.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], (factor * (rule.label_smoothing - 1))[:, None])
+    at_label = (factor * (rule.label_smoothing - 1))[:, None]
+    made.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], at_label)
+    made.masked_fill_(((labels == _NOT_A_CLASS) & ~wrong)[:, None], 0)
     return made.to(logits.dtype).reshape(logits.shape)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from torch.autograd import forward_ad
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import bridge
@@ -23,7 +25,19 @@ from fabricamp.ops.bridge import Backend, runs_kernels
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["MEASURED", "always", "backend", "bands_of", "capability", "chosen", "user_file", "write"]
+__all__ = [
+    "MEASURED",
+    "always",
+    "backend",
+    "bands_of",
+    "capability",
+    "chosen",
+    "is_batch",
+    "recorded",
+    "torch_alone",
+    "user_file",
+    "write",
+]
 
 SHIPPED: Final = Path(__file__).parent / "dispatch.json"
 MEASURED: Final = {"layer_norm": "layer_norm", "rms_norm": "rms_norm", "cross_entropy": "fused_cross_entropy"}
@@ -55,6 +69,26 @@ def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device)
 
 # torch.compile takes the answer as it stands: it is known from constants, and needs no tracing.
 chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def torch_alone() -> bool:
+    """Returns whether what looks on knows torch's own operations alone: torch.func, forward derivatives, torch.jit.trace."""
+    transforms: bool = torch._C._are_functorch_transforms_active()
+    return transforms or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+
+
+torch_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_batch(gradient: torch.Tensor) -> bool:
+    """Returns whether ``gradient`` stands for several: ``torch.autograd.grad(is_grads_batched=True)``, vectorized Jacobians."""
+    batch: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return batch or torch._C._are_functorch_transforms_active()
+
+
+def recorded() -> bool:
+    """Returns whether what looks on has to see a registered operation: a compiler, make_fx, fake tensors, any dispatch mode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,21 +139,23 @@ def _card(name: str) -> Card | None:
 
 
 def _read(file: Path) -> dict[str, Card]:
-    if not file.exists():
+    # Not file.exists(), which raises where the home folder is another user's, as it is in some containers.
+    if not os.access(file, os.R_OK):
         return {}
     try:
         found: dict[str, Card] = json.loads(file.read_text())
         for card in found.values():
-            for one in card["choices"].values():
-                _check_bands(one)
+            _check_card(card)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no dispatch table ({error}); delete it, {_MEASURE} and writes it anew") from error
     return found
 
 
-def _check_bands(of_dtypes: dict[str, Bands]) -> None:
-    for bands in of_dtypes.values():
-        for start, name in bands:
+def _check_card(card: Card) -> None:
+    if not isinstance(card["measured"], str):
+        raise TypeError("'measured' is no text")
+    for of_dtypes in card["choices"].values():
+        for start, name in itertools.chain.from_iterable(of_dtypes.values()):
             if not isinstance(start, int) or name not in {"cupy", "torch"}:
                 raise ValueError(f"[{start!r}, {name!r}] is no pair of a width and 'cupy' or 'torch'")
 

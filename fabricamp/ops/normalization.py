@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import norm_kernels
-from fabricamp.ops.dispatch import chosen
+from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
 from fabricamp.ops.norm_kernels import Norm, Statistics
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def rms_norm(
     output = _output(x, dtype)
     if not _by_kernel("rms_norm", x, shape, weight, None, output):
         with _without_autocast(x):
-            if _alike(x, weight, None, output):
+            # torch's own RMSNorm is one operation on a GPU, which not every transform knows.
+            if _alike(x, weight, None, output) and not torch_alone():
                 return F.rms_norm(x, shape, weight, eps)
             return rms_norm_reference(x, shape, weight, eps, dtype=output)
     least = torch.finfo(torch.float32).eps if eps is None else eps
@@ -122,11 +123,14 @@ def rms_norm_reference(
 
 def _shape(given: int | Sequence[int]) -> tuple[int, ...]:
     # A constant for torch.compile, which takes the choice of what runs for one.
-    return (given,) if isinstance(given, int) else tuple([index(one) for one in given])
+    if isinstance(given, int) or hasattr(given, "__index__"):
+        return (index(given),)
+    return tuple([index(one) for one in given])
 
 
 def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
-    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+    # Nested tensors of the older layout have no shape; torch checks them.
+    if not shape or (not x.is_nested and tuple(x.shape[-len(shape) :]) != shape):
         raise ConfigError(
             f"normalized_shape={shape} are not the last dimensions of an input of shape {tuple(x.shape)}; give those that "
             "one mean is taken over"
@@ -134,19 +138,27 @@ def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tenso
     if not x.is_floating_point():
         raise ConfigError(f"a norm takes floating-point inputs, not {x.dtype}")
     for name, one in (("weight", weight), ("bias", bias)):
-        if one is not None and tuple(one.shape) != shape:
+        if one is None:
+            continue
+        if tuple(one.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(one.shape)}, and needs normalized_shape={shape}")
+        if one.device != x.device:
+            raise ConfigError(f"the input is on {x.device} and {name} on {one.device}: move one of them")
 
 
 def _output(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if _is_autocast(x) else dtype or x.dtype
+
+
+def _is_autocast(x: Tensor) -> bool:
+    """Whether autocast says what comes out: it leaves fp64 alone, and does not know tensors without data."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype or x.dtype
+    return device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    device = x.device.type
     # The context manager costs more than a norm's launch: only where there is something to switch off.
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if _is_autocast(x) else contextlib.nullcontext()
 
 
 def _alike(x: Tensor, weight: Tensor | None, bias: Tensor | None, output: torch.dtype) -> bool:
@@ -166,9 +178,9 @@ def _by_kernel(
         # What is exported has to load where there is no fabricamp.  is_exporting() is True under any compilation in torch 2.11.
         if torch.compiler._is_exporting_flag:
             return False
-    elif any(type(one) not in _PLAIN for one in operands) or torch._C._are_functorch_transforms_active():
+    elif x.is_nested or any(type(one) not in _PLAIN for one in operands):
         return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+    if torch_alone():
         return False
     if bias is not None and weight is not None and bias.dtype != weight.dtype:
         return False
@@ -194,7 +206,7 @@ def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps:
     x, eps = x.contiguous(), float(eps)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    if torch.compiler.is_compiling():
+    if recorded():
         result: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]
         return result
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
@@ -214,7 +226,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batch(gradient):
             return *_differentiable(ctx, gradient), None, None
         saved, weight, bias, mean, root = ctx.saved_tensors
         sums = any(ctx.needs_input_grad[1:3])
@@ -239,22 +251,24 @@ def _keep(
 
 
 def _differentiable(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
-    """The gradients as functions of input and parameters, for those who differentiate them (``create_graph=True``)."""
+    """The gradients by torch's operations, for those who differentiate them (``create_graph=True``), or ask for a batch of them."""
     norm: Norm = ctx.norm
+    again = torch.is_grad_enabled()
     if norm.efficient:
         raise ConfigError(
-            "a norm with memory_efficient=True keeps its output in place of its input, and a second derivative needs the "
-            "input; make it with memory_efficient=False"
+            "a norm with memory_efficient=True keeps its output in place of its input, and a second derivative, or a batch of "
+            "gradients, needs the input; make it with memory_efficient=False"
         )
     x, weight, bias, *_ = ctx.saved_tensors
-    rows = x.reshape(-1, norm.width)
-    factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
-    if norm.center:
-        result = layer_norm_reference(rows, norm.width, factor, shift, ctx.eps, dtype=norm.output)
-    else:
-        result = rms_norm_reference(rows, norm.width, factor, ctx.eps, dtype=norm.output)
+    with torch.enable_grad():
+        rows = x.reshape(-1, norm.width)
+        factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
+        if norm.center:
+            result = layer_norm_reference(rows, norm.width, factor, shift, ctx.eps, dtype=norm.output)
+        else:
+            result = rms_norm_reference(rows, norm.width, factor, ctx.eps, dtype=norm.output)
     wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=True))
+    found = iter(torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=again))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 

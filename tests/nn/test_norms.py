@@ -7,6 +7,7 @@ import importlib
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +40,36 @@ def test_modules_equal_torchs(fused, plain, affine):
     assert torch.equal(mine(x), other(x))
     assert list(mine.state_dict()) == list(other.state_dict())
     assert (mine.eps, mine.elementwise_affine, mine.normalized_shape) == (1e-3, affine, (3, 4))
+
+
+def test_widths_of_numpy():
+    x = torch.randn(2, 4)
+    for made in (FusedLayerNorm(np.int64(4)), MixedFusedRMSNorm(np.int64(4)), fuse(nn.LayerNorm(np.int64(4)))):
+        assert made(x).shape == (2, 4)
+    assert torch.equal(norms.fused_rms_norm(x, np.int64(4)), norms.fused_rms_norm(x, 4))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_scripts_and_symbolic_traces(module):
+    norm, x = module(8), torch.randn(3, 8)
+    scripted, traced = torch.jit.script(norm), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), norm))
+    torch.testing.assert_close(scripted(x), norm(x))
+    torch.testing.assert_close(traced(x), norm(traced.get_submodule("0")(x)))
+    assert [one.name for one in traced.graph.nodes if one.op == "call_function"][-1] in {"layer_norm", "rms_norm"}
+    if module.__name__.startswith("Mixed"):
+        assert scripted(x.half()).dtype == torch.fx.symbolic_trace(norm)(x.half()).dtype == S
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_fused_encoder_with_padding():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)).eval()
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(fuse(model)(x, src_key_padding_mask=padding), expected)
 
 
 def test_arguments_of_torchs_modules():
@@ -139,6 +170,25 @@ def test_fuse_keeps_all_but_the_class():
     again = pickle.loads(pickle.dumps(copy.deepcopy(model[0].first)))
     assert type(again) is FusedLayerNorm
     assert torch.equal(again(x), model[0].first(x))
+
+
+def test_fuse_takes_modules():
+    with pytest.raises(ConfigError, match=r"fuse\(\) takes a module, not \[LayerNorm"):
+        fuse([nn.LayerNorm(8)])
+    with pytest.raises(ConfigError, match="not <class 'torch.nn.modules.normalization.LayerNorm'>"):
+        fuse(nn.LayerNorm)
+
+
+def test_fuse_leaves_what_has_a_forward_of_its_own():
+    norm, patched = nn.LayerNorm(8), nn.LayerNorm(8)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Tanh())
+    patched.forward = lambda x: 2 * x
+    x = torch.randn(3, 8)
+    expected = norm(x)
+    model = fuse(nn.ModuleDict({"norm": norm, "patched": patched, "deep": nn.ModuleList([nn.LayerNorm(8)])}))
+    assert torch.equal(model["norm"](x), expected)
+    assert torch.equal(model["patched"](x), 2 * x)
+    assert type(model["deep"][0]) is FusedLayerNorm
 
 
 @pytest.mark.parametrize("plain", [nn.LayerNorm, nn.RMSNorm])

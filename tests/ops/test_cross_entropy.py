@@ -246,6 +246,18 @@ def test_in_place_over_a_leaf_is_refused_everywhere(kernel_device):
         ops.fused_cross_entropy(logits, target, in_place=True)
     with torch.no_grad():
         assert ops.fused_cross_entropy(logits.detach(), target, in_place=True).isfinite()
+        assert ops.fused_cross_entropy(logits.detach()[1:], target[1:], in_place=True).isfinite()
+
+
+def test_in_place_over_a_view_of_a_leaf_is_refused(kernel_device):
+    logits, target = sample(kernel_device, 6, 30)
+    leaf = logits.view(2, 90).requires_grad_()
+    before = leaf.detach().clone()
+    with pytest.raises(ConfigError, match="in_place=True .* a leaf that requires grad, or a view of one"):
+        ops.fused_cross_entropy(leaf.view(6, 30), target, in_place=True).backward()
+    assert torch.equal(leaf, before)
+    ops.fused_cross_entropy((leaf * 1).view(6, 30), target, in_place=True).backward()
+    assert torch.equal(leaf, before)
 
 
 @pytest.mark.parametrize("rows", [4096, 4097, 20_000])

@@ -129,6 +129,17 @@ def test_compiles_whole(kernel_device, runs, dynamic):
     torch.testing.assert_close(*gradients)
 
 
+def test_compiled_nothing_is_written_over(kernel_device):
+    torch._dynamo.reset()
+    logits, target = sample(kernel_device, 6, 30)
+    leaf = logits.requires_grad_()
+    before = leaf.detach().clone()
+    compiled = torch.compile(ops.fused_cross_entropy, fullgraph=True, backend="aot_eager")
+    compiled((leaf * 1).view(6, 30), target, in_place=True).backward()
+    assert torch.equal(leaf, before)
+    torch.testing.assert_close(leaf.grad.double(), torch.autograd.grad(truth(leaf, target), leaf)[0].double())
+
+
 def test_exports(kernel_device):
     logits, target = sample(kernel_device, 6, 30)
 
@@ -173,6 +184,17 @@ def test_the_operations_by_torch_equal_float64(rows, classes, smoothing, reducti
     expected.backward(gradient.double())
     made = cross_entropy_backward(gradient, logits, target, statistics, rule)
     torch.testing.assert_close(made.double(), exact.grad, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_the_operations_by_torch_read_no_row_that_does_not_count():
+    logits, target = sample("cpu", 4, 6, ignored=0)
+    logits[1] = 1000.0  # whose exponential fp32 does not hold
+    target[1] = 5
+    rule = CrossEntropyRule(ignore_index=5)
+    _, statistics = cross_entropy_forward(logits, target, rule)
+    made = cross_entropy_backward(torch.ones(()), logits, target, statistics, rule)
+    assert made[1].count_nonzero() == 0
+    assert made.isfinite().all()
 
 
 # Without kernels, and what is refused

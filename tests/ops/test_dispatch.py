@@ -78,13 +78,32 @@ def test_writing_keeps_the_other_cards(card):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"7.5": {}}', '{"7.5": {"choices": {"a": {"b": [[1, "cuda"]]}}}}', "[1]", '{"7.5": 3}']
+    "text",
+    [
+        "{",
+        '{"7.5": {"choices": {}}}',
+        '{"7.5": {}}',
+        '{"7.5": {"choices": {"a": {"b": [[1, "cuda"]]}}}}',
+        "[1]",
+        '{"7.5": 3}',
+    ],
 )
 def test_a_broken_table_says_so(card, text):
     card.parent.mkdir()
     card.write_text(text)
     with pytest.raises(ConfigError, match=r"dispatch\.json is no dispatch table .*doctor --measure"):
         dispatch.chosen("layer_norm", B, 1, GPU)
+
+
+def test_a_folder_that_is_not_ones_own_has_no_table(card, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("the home folder of another user")
+
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for way in ("stat", "open"):
+        monkeypatch.setattr(f"pathlib.Path.{way}", refuse)
+    monkeypatch.setattr(dispatch, "SHIPPED", card)
+    assert not dispatch.chosen("layer_norm", B, 4096, GPU)
 
 
 def test_always_is_for_its_block_alone(card):
