@@ -17,6 +17,7 @@ import torch
 from fabricamp.ops import bridge, table
 
 HERE = Path(__file__).parent
+_NUMBERS = {"CLUSTER": 1, "MAILBOXES": 2}  # of a text that does not say
 _DYNAMIC = re.compile(r"extern __shared__ (.+) (\w+)\[\];")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
@@ -34,8 +35,8 @@ def library(text: str, reverse: bool) -> ctypes.CDLL:
             unit, made = Path(own, "unit.cpp"), Path(own, "unit.so")
             exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
             body = _DYNAMIC.sub(r"\1* \2 = (\1*)::cuda_on_cpu::dynamic_shared;", text)
-            cluster = "#ifndef CLUSTER\n#define CLUSTER 1\n#endif"
-            unit.write_text(f'#include "cuda_on_cpu.h"\n{body}\n{cluster}\n{exports}\n')
+            numbers = "".join(f"#ifndef {name}\n#define {name} {n}\n#endif\n" for name, n in _NUMBERS.items())
+            unit.write_text(f'#include "cuda_on_cpu.h"\n{body}\n{numbers}{exports}\n')
             # Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
             flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w", f"-I{HERE}"]
             subprocess.run(["g++", *flags, *(["-DREVERSE"] if reverse else []), unit, "-o", made], check=True)

@@ -68,7 +68,9 @@ struct Block {
   std::vector<char> memory;
   char* dynamic = nullptr;  // in `memory`
   dim3 index{};
-  size_t mailboxes[2]{};
+  size_t mailboxes[4]{};
+  size_t stages[8]{};    // how often each was filled
+  size_t expected[8]{};  // bytes that it still waits for
   bool done = false;
 };
 
@@ -83,7 +85,7 @@ OWN void* body_argument;
 OWN dim3 block_size, grid_size;
 constexpr size_t kStack = 64 * 1024;
 OWN char* dynamic_shared;
-OWN size_t cluster_arrivals;
+OWN size_t cluster_arrivals, num_mailboxes;
 extern "C" char __bss_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
 
 extern "C" void cuda_on_cpu_switch(void** from, void* to);
@@ -216,7 +218,9 @@ inline void start_block(Block& which, unsigned index, size_t shared) {
   which.memory.assign(shared + 16, (char)0xff);
   which.dynamic = which.memory.data() + 15 - (uintptr_t)(which.memory.data() + 15) % 16;
   if (blocks.size() > 1) which.put_away.assign(_end - __bss_start, (char)0xff);
-  which.mailboxes[0] = which.mailboxes[1] = 0;
+  std::fill_n(which.mailboxes, 4, 0);
+  std::fill_n(which.stages, 8, 0);
+  std::fill_n(which.expected, 8, 0);
   which.done = false;
   for (size_t i = 0; i < threads; i++) start(which.fibers[i], (unsigned)i);
 }
@@ -266,8 +270,8 @@ void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I.
   kernel(*(std::remove_reference_t<Arguments>*)arguments[I]...);
 }
 
-template <class... Arguments> void launch(void (*kernel)(Arguments...), size_t cluster, unsigned grid, unsigned threads,
-                                           size_t shared, void** arguments) {
+template <class... Arguments> void launch(void (*kernel)(Arguments...), size_t cluster, size_t mailboxes, unsigned grid,
+                                           unsigned threads, size_t shared, void** arguments) {
   struct Call {
     void (*kernel)(Arguments...);
     void** arguments;
@@ -279,6 +283,7 @@ template <class... Arguments> void launch(void (*kernel)(Arguments...), size_t c
   body_argument = &now;
   block_size = {threads, 1, 1};
   grid_size = {grid, 1, 1};
+  num_mailboxes = mailboxes;
   if (grid % cluster) {
     fprintf(stderr, "cuda_on_cpu: a grid of %u blocks in clusters of %zu\n", grid, cluster);
     abort();
@@ -314,13 +319,31 @@ template <int N> void post(int turn, void* place, int rank, const float (&value)
   char* at = (char*)place;
   if (at < __bss_start || at >= _end) fail("takes for a peer's what is no __shared__ variable");
   memcpy(&peer == block ? at : peer.put_away.data() + (at - __bss_start), value, sizeof value);
-  peer.mailboxes[turn & 1] += sizeof value;
+  peer.mailboxes[turn % num_mailboxes] += sizeof value;
 }
 inline void receive(int turn, int bytes) {
   using namespace cuda_on_cpu;
-  size_t &box = block->mailboxes[turn & 1], wanted = (turn / 2 + 1) * (size_t)bytes;
+  size_t &box = block->mailboxes[turn % num_mailboxes], wanted = (turn / num_mailboxes + 1) * (size_t)bytes;
   await(&box, wanted);
   if (box != wanted) fail("got more than it waited for");
+}
+// What kernels/ring.cuh has: what is asked for is there at once.
+inline void ring_start() { __syncthreads(); }
+inline void expect(int stage, int bytes) {
+  using namespace cuda_on_cpu;
+  if (block->expected[stage]) fail("expects a row where another one is still to come");
+  block->expected[stage] = bytes;
+}
+inline void bring(int stage, void* place, const void* from, int bytes) {
+  using namespace cuda_on_cpu;
+  if (((uintptr_t)place | (uintptr_t)from | (uintptr_t)bytes) % 16) fail("brings what is not at multiples of 16 bytes");
+  memcpy(place, from, bytes);
+  block->stages[stage] += (block->expected[stage] -= bytes) == 0;
+}
+inline void arrived(int stage, size_t round) {
+  using namespace cuda_on_cpu;
+  await(&block->stages[stage], round + 1);
+  if (block->stages[stage] != round + 1) fail("has lost a row that it waited for");
 }
 // The clock of all threads.
 inline long long nanoseconds() {
@@ -358,9 +381,9 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 using std::isfinite;
 using std::isnan;
 
-// CLUSTER, the blocks of a cluster, is 1 where the kernel's text does not define it (compiler.py).
+// CLUSTER, the blocks of a cluster, is 1 where the kernel's text does not define it, and MAILBOXES (cluster.cuh) 2 (compiler.py).
 // What the host calls: launch_<kernel>(blocks, threads, bytes of dynamic shared memory, addresses of the arguments).
 #define EXPORT(kernel)                                                                  \
   extern "C" void launch_##kernel(unsigned blocks, unsigned threads, size_t shared, void** arguments) { \
-    cuda_on_cpu::launch(kernel, CLUSTER, blocks, threads, shared, arguments);                           \
+    cuda_on_cpu::launch(kernel, CLUSTER, MAILBOXES, blocks, threads, shared, arguments);                \
   }

@@ -23,6 +23,7 @@ KINDS = {
     "lamb": HALF_UPDATES,
     "larc": [(F, F, None), (H, F, None), (B, B, None), (D, D, None), (F, F)],
     "norm_backward": [],
+    "norm_backward_ring": [],
     "norm_columns": [],
     "norm_finish": [],
     "norm_forward": [],

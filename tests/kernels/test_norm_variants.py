@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fabricamp.ops import bridge, clusters, norm_kernels
+from fabricamp.ops import bridge, clusters, norm_kernels, norm_plans
 from tests.kernels.nvrtc import architectures, compile_for
 
 B, S = torch.bfloat16, torch.float32
@@ -25,8 +25,8 @@ def texts(monkeypatch):
         assert shared <= SHARED_MEMORY - 1024
 
     monkeypatch.setattr(norm_kernels, "kernel", note)
-    monkeypatch.setattr(norm_kernels, "_shared_memory", lambda device: SHARED_MEMORY)
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: SHARED_MEMORY)
+    monkeypatch.setattr(norm_plans, "processors", lambda device: PROCESSORS)
     norm_kernels.forget()
     yield made
     norm_kernels.forget()
@@ -49,9 +49,10 @@ def texts(monkeypatch):
 )
 def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide):
     monkeypatch.setattr(clusters, "sizes", lambda device: sizes)
-    norm = norm_kernels.Norm(width, center, dtype, dtype, dtype, True, center, False, torch.device("cpu"))
+    norm = norm_plans.Norm(width, center, dtype, dtype, dtype, True, center, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     assert (norm_kernels._backward(norm, True, True) is None) is wide
+    assert ("norm_backward_ring(" in texts[-1]) is (len(sizes) > 1)  # what has no clusters has no ring either
     if wide:
         norm_kernels._wide(norm, True, True)
     else:
@@ -62,13 +63,28 @@ def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide
 
 def test_clusters_compile_for_every_architecture_that_has_them(texts, monkeypatch):
     monkeypatch.setattr(clusters, "sizes", lambda device: SIZES)
-    norm = norm_kernels.Norm(32768, True, B, B, B, True, True, False, torch.device("cpu"))
+    norm = norm_plans.Norm(32768, True, B, B, B, True, True, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     norm_kernels._backward(norm, True, True)
+    norm_kernels._backward(norm, False, True)
+    assert ["norm_backward_ring(" in text for text in texts] == [False, True, False]
     for architecture in architectures():
         for text in texts:
             if architecture >= 90:
                 without_spills(text, architecture)
+
+
+@pytest.mark.parametrize(
+    ("width", "output", "parameter", "efficient"),
+    [(4096, B, S, False), (65536, S, S, False), (4096, B, B, True), (65536, S, S, True)],
+)
+def test_no_ring_spills(texts, monkeypatch, width, output, parameter, efficient):
+    monkeypatch.setattr(clusters, "sizes", lambda device: SIZES)
+    norm = norm_plans.Norm(width, True, B, output, parameter, True, True, efficient, torch.device("cpu"))
+    norm_kernels._backward(norm, True, True)
+    (text,) = texts
+    assert "norm_backward_ring(" in text
+    without_spills(text, 90)
 
 
 def without_spills(text, architecture):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fabricamp.ops import clusters, dispatch, layer_norm, norm_kernels
+from fabricamp.ops import clusters, dispatch, layer_norm, norm_kernels, norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
 from tests.ops.norm_checks import B, H, S, check, near, norm_of, operands
 
@@ -26,8 +26,8 @@ def device(kernel_device, cluster, monkeypatch):
         pytest.skip("this GPU has no thread-block clusters")
     monkeypatch.setattr(clusters, "sizes", lambda device: (cluster,))
     monkeypatch.setattr(clusters, "resident", lambda *_: None)
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 1)
-    monkeypatch.setattr(norm_kernels, "_SHARED_FROM", {2: 0, 4: 0})
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
+    monkeypatch.setattr(norm_plans, "_SHARED_FROM", {2: 0, 4: 0})
     norm_kernels.forget()
     with dispatch.always("cupy"):
         yield kernel_device
@@ -36,16 +36,16 @@ def device(kernel_device, cluster, monkeypatch):
 
 def only(monkeypatch, sums, ahead):
     """Lets blocks keep their sums of columns in one way alone."""
-    laid_out = norm_kernels._residents
+    laid_out = norm_plans._residents
 
     def chosen(norm, layout, how, **more):
         found = laid_out(norm, layout, how, **more)
         return found if not how or (found.sums, found.ahead) == (sums, ahead) else found._replace(blocks=0, bytes=0)
 
-    monkeypatch.setattr(norm_kernels, "_residents", chosen)
-    monkeypatch.setattr(norm_kernels, "_SHARED_VECTOR", 1)
-    monkeypatch.setattr(norm_kernels, "_SHARED_LANES", (32, 512))
-    monkeypatch.setattr(norm_kernels, "_SHARED_ELEMENTS", 16)
+    monkeypatch.setattr(norm_plans, "_residents", chosen)
+    monkeypatch.setattr(norm_plans, "_SHARED_VECTOR", 1)
+    monkeypatch.setattr(norm_plans, "_SHARED_LANES", (32, 512))
+    monkeypatch.setattr(norm_plans, "_SHARED_ELEMENTS", 16)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,6 @@ def test_how_many_blocks_share_a_row(monkeypatch, dtype, width, expected):
     monkeypatch.setattr(clusters, "sizes", lambda device: (1, 2, 4, 8))
     norm = norm_of("layer", width, (dtype, dtype), torch.device("cpu"))
     vector = 16 // dtype.itemsize
-    found = norm_kernels._forward_layout(norm, vector)
-    sums = norm_kernels._with_sums(norm, vector)
+    found = norm_plans.forward_layout(norm, vector)
+    sums = norm_plans.with_sums(norm, vector)
     assert (found and found[0].cluster, sums and sums.layout.cluster) == expected

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import dispatch, layer_norm, norm_kernels, normalization, rms_norm
+from fabricamp.ops import dispatch, layer_norm, norm_kernels, norm_plans, normalization, rms_norm
 from tests.cuda_on_cpu.compiler import ON_GPU, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 
@@ -80,11 +80,11 @@ def test_memory_efficient_stays_finite_where_a_weight_is_zero(device):
 
 def test_rows_beyond_registers(device, monkeypatch):
     """The kernels for wide rows, and those that sum columns apart: with few threads a row, narrow ones are wide."""
-    monkeypatch.setattr(norm_kernels, "_MOST_LANES", 64)
-    monkeypatch.setattr(norm_kernels, "_FORWARD_LANES", 32)
-    monkeypatch.setattr(norm_kernels, "_with_sums", lambda norm, vector: None)
-    monkeypatch.setattr(norm_kernels, "_without_sums", lambda norm, vector: None)
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 6)  # several parts of the rows
+    monkeypatch.setattr(norm_plans, "_MOST_LANES", 64)
+    monkeypatch.setattr(norm_plans, "_FORWARD_LANES", 32)
+    monkeypatch.setattr(norm_plans, "with_sums", lambda norm, vector: None)
+    monkeypatch.setattr(norm_plans, "without_sums", lambda norm, vector: None)
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 6)  # several parts of the rows
     check("layer", *operands(device, 20, 2056, (B, B)))
     check("rms", *operands(device, 3, 301, (S, S), affine=False))
 
@@ -98,25 +98,25 @@ def test_rows_beyond_registers(device, monkeypatch):
     ],
 )
 def test_sums_in_shared_memory(device, monkeypatch, kind, rows, width, dtypes, ahead):
-    laid_out = norm_kernels._residents
+    laid_out = norm_plans._residents
 
     def in_shared_memory(norm, layout, sums, **how):
         found = laid_out(norm, layout, sums, **how)
         return found if found.sums == 2 and found.ahead is ahead else found._replace(blocks=0, bytes=0)
 
-    monkeypatch.setattr(norm_kernels, "_residents", in_shared_memory)
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 1)  # a block has several rows then
-    monkeypatch.setattr(norm_kernels, "_SHARED_VECTOR", 1)
-    monkeypatch.setattr(norm_kernels, "_SHARED_LANES", (32, 512))
-    monkeypatch.setattr(norm_kernels, "_SHARED_ELEMENTS", 16)
-    found = norm_kernels._with_sums(norm_of(kind, width, dtypes, device), math.gcd(width, 16 // dtypes[0].itemsize))
+    monkeypatch.setattr(norm_plans, "_residents", in_shared_memory)
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)  # a block has several rows then
+    monkeypatch.setattr(norm_plans, "_SHARED_VECTOR", 1)
+    monkeypatch.setattr(norm_plans, "_SHARED_LANES", (32, 512))
+    monkeypatch.setattr(norm_plans, "_SHARED_ELEMENTS", 16)
+    found = norm_plans.with_sums(norm_of(kind, width, dtypes, device), math.gcd(width, 16 // dtypes[0].itemsize))
     assert found.blocks < rows
     assert found.shared == 4 * found.layout.lanes * found.layout.items * found.layout.vector * (1 + (kind == "layer"))
     check(kind, *operands(device, rows, width, dtypes))
 
 
 def test_sums_of_many_blocks(device, monkeypatch):
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 40)
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 40)
     check("layer", *operands(device, 77, 1001, (S, S)))
 
 
@@ -147,8 +147,8 @@ def test_gradients_of_a_mean_far_from_zero(device):
 @one_order
 @pytest.mark.parametrize("threads", [256, 32])
 def test_warps_of_a_row_whose_means_differ(device, monkeypatch, threads):
-    monkeypatch.setattr(norm_kernels, "_FORWARD_LANES", threads)  # with 32 the row is too wide for registers
-    monkeypatch.setattr(norm_kernels, "_MOST_LANES", 64)
+    monkeypatch.setattr(norm_plans, "_FORWARD_LANES", threads)  # with 32 the row is too wide for registers
+    monkeypatch.setattr(norm_plans, "_MOST_LANES", 64)
     x = torch.randn(3, 1100, generator=torch.Generator().manual_seed(1)) + torch.arange(1100.0) / 50
     near(layer_norm(x.to(device), 1100), F.layer_norm(x.double(), (1100,)).to(device), S)
 

@@ -2,16 +2,21 @@
 // into each other's shared memory.  A file that uses them is compiled with CLUSTER; with 1 nothing here costs anything.
 //
 // Not by the cluster's barrier: what it orders has to be there first, the loads of the next row and the stores of the last among
-// it, and it empties the L1 cache.  A post tells its receiver by itself, through one of two mailboxes (mbarriers) in turn:
+// it, and it empties the L1 cache.  A post tells its receiver by itself, through one of MAILBOXES (mbarriers) in turn:
 //   cluster_start()                     at the kernel's start
 //   cluster_started()                   before the first post: all blocks are there, with their mailboxes
 //   post(turn, place, rank, value)      writes `value` to block `rank`, where it has what is at `place` in this one
 //   receive(turn, bytes)                by all threads: waits for as many bytes from all posts of `turn` to this block
 // `turn` counts from 0.  Each block posts to every one, itself too, in each turn, and only after it has received the turn before
-// and has read what the one before that brought: so two places for what is posted, in turn, are enough.
+// and has read what the one before that brought: so two places for what is posted, in turn, are enough.  A file that posts a turn
+// before it receives the one before defines MAILBOXES as 4, has as many places, and posts to itself too where CLUSTER is 1.
 #pragma once
 
-#if CLUSTER > 1
+#ifndef MAILBOXES
+#define MAILBOXES (CLUSTER > 1 ? 2 : 0)
+#endif
+
+#if MAILBOXES && !(defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTERED
@@ -19,7 +24,7 @@
 
 #ifndef __CUDACC__
 // The tests bring their own.
-#elif CLUSTER <= 1
+#elif !MAILBOXES
 __device__ __forceinline__ void cluster_start() {}
 __device__ __forceinline__ void cluster_started() {}
 #else
@@ -31,14 +36,14 @@ __device__ __forceinline__ unsigned address_in_peer(unsigned own, int rank) {
   return there;
 }
 
-__device__ __forceinline__ unsigned mailbox(int turn) {
-  __shared__ unsigned long long boxes[2];
-  return shared_address(boxes + (turn & 1));
+__device__ __forceinline__ unsigned mailbox(unsigned turn) {
+  __shared__ unsigned long long boxes[MAILBOXES];
+  return shared_address(boxes + turn % MAILBOXES);
 }
 
 __device__ __forceinline__ void cluster_start() {
   if (threadIdx.x == 0) {
-    for (int turn = 0; turn < 2; ++turn) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(mailbox(turn)) : "memory");
+    for (int turn = 0; turn < MAILBOXES; ++turn) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(mailbox(turn)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -60,7 +65,7 @@ __device__ __forceinline__ void post(int turn, const void* place, int rank, cons
 }
 
 __device__ __forceinline__ void receive(int turn, int bytes) {
-  unsigned box = mailbox(turn), parity = turn >> 1 & 1, done;
+  unsigned box = mailbox(turn), parity = (unsigned)turn / MAILBOXES & 1, done;
   if (threadIdx.x == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(box), "r"(bytes) : "memory");
   do {

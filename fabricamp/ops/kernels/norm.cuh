@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm: what their kernels share.  A file is compiled for one width and one set of types (ops/norm_kernels.py):
+// LayerNorm and RMSNorm: what their kernels share.  A file is compiled for one width and one set of types (ops/norm_plans.py):
 //   WIDTH      elements of a row          VECTOR   neighbours that a thread loads at once; divides a slice
 //   LANES      threads of a slice         ITEMS    loads of a thread for a row: ITEMS * LANES * VECTOR >= WIDTH / CLUSTER
 //   GROUPS     rows of a block            CLUSTER  blocks of a row (cluster.cuh), each with a slice of its columns; or 1
@@ -22,6 +22,7 @@
 #define SUMS 1
 #define AHEAD 1
 #define BLOCKS 2
+#define STAGES 4
 #define INPUT __nv_bfloat16
 #define OUTPUT __nv_bfloat16
 #define PARAMETER __nv_bfloat16
