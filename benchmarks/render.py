@@ -41,7 +41,7 @@ def overhead(result):
         f"machine that takes {result['smallest_loop_goal_us']} us for a step of the smallest loop (Linear(32, 2), SGD); this one\n"
         f'took {result["smallest_loop_us"]:.0f}, and "goal here" is longer in proportion.'
     )
-    return f"## What a step costs on the host\n\n{about}\n\n{table(head, rows)}"
+    return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
 def optimizers_on_cpu(result):
