@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parameter import is_lazy
+from torch.nn import Parameter
 
 from fabricamp.data import set_epoch
 from fabricamp.errors import ConfigError
@@ -86,8 +86,8 @@ class FitLoop:
             self._step = step
             self.update.use(step)
         # The graph's ends at the parameters.  A step's graph is gone before the next one is built; unless somebody holds its ends,
-        # they are made anew each time, and each takes the interpreter's lock for it.
-        trained = [one for one in self.parts.module.parameters() if one.requires_grad and not is_lazy(one)]
+        # they are made anew each time, and each takes the interpreter's lock for it.  Not every other kind of parameter has a view.
+        trained = [one for one in self.parts.module.parameters() if type(one) is Parameter and one.requires_grad]
         self._gradient_edges = [get_gradient_edge(one) for one in trained]
 
     def _take_up(self) -> None:

@@ -1,5 +1,6 @@
 """The ends of the graph at the parameters are made once, though each step's graph is gone before the next one is built."""
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tests.small import Classifier, loader, quiet_trainer
@@ -37,3 +38,21 @@ def test_those_of_parameters_that_are_unfrozen_too():
     module = Marked(frozen=True)
     quiet_trainer(max_epochs=1).fit(module, loader(32))
     assert set(module.passed.values()) == {8}
+
+
+class WithoutViews(torch.Tensor):
+    """As quantised or sharded weights may be: computed with, and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function is not torch.Tensor.view_as
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_other_kinds_of_parameters_are_left_alone():
+    module = Classifier()
+    before = module.net[0].weight.detach().clone()
+    module.net[0].weight = torch.nn.Parameter(before.clone().as_subclass(WithoutViews))
+    assert type(module.net[0].weight) is WithoutViews
+    quiet_trainer(max_epochs=1).fit(module, loader(32))
+    assert not torch.equal(module.net[0].weight.detach().as_subclass(torch.Tensor), before)
