@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -104,6 +105,8 @@ def _work(folder: Path, job: _Job | None) -> None:
     if job is None:
         job = _load_job(folder)
     else:
+        # Garbage of the starter is not a rank's to collect: stores and groups would wait for threads that were not forked.
+        gc.freeze()
         # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
         torch.set_num_threads(1)
         _show_text_only()

@@ -179,9 +179,10 @@ class StopAgreement:
     def _next_place(self) -> _Place:
         """The first place behind this one; but what ends training by itself lets a validation come to its end."""
         batches, evaluated = self._here()
-        if evaluated == NOT_VALIDATING:
-            return batches + 1, 1
-        return batches, evaluated + 1 if self.reason in INTERRUPTIONS else NOT_VALIDATING
+        validating = evaluated != NOT_VALIDATING
+        if self.reason not in INTERRUPTIONS:
+            return (batches if validating else batches + 1), NOT_VALIDATING
+        return (batches, evaluated + 1) if validating else (batches + 1, 1)
 
     def _publish(self, store: Store, place: _Place) -> None:
         self._published = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import gc
 import multiprocessing.connection
 import os
 import tempfile
@@ -80,6 +81,8 @@ def variables_of(rank, world_size, port):
 
 
 def _work(function, args, variables, folder, timeout, backend, all_here):
+    # Garbage of the tests before is not a rank's to collect: stores and groups would wait for threads that were not forked.
+    gc.freeze()
     os.environ.update(variables)
     rank = int(variables["RANK"])
     torch.set_num_threads(1)

@@ -126,6 +126,25 @@ def test_all_stop_at_the_same_micro_batch(world_size):
     assert everyone[0][0][1:] == (False, False, "")  # nobody asked
 
 
+def asked_between_batches(reason):
+    """All ranks promise before the batch that a validation follows; returns where they stop."""
+    state, watchdog = watched()
+
+    def pause(batch):
+        if batch == 1:
+            watchdog.agreement.request(reason)
+            wait_for_promise(state)
+
+    train(state, watchdog.agreement, 5, pause, validate_every=2, validation_batches=3)
+    watchdog.close()
+    return state.batches_done, state.evaluated, state.stop_reason
+
+
+@pytest.mark.parametrize(("reason", "evaluated"), [("max_time", NOT_VALIDATING), ("SIGTERM", 1)])
+def test_the_end_of_the_time_lets_the_next_validation_end_too(reason, evaluated):
+    assert run_ranks(asked_between_batches, 2, reason) == [(2, evaluated, reason)] * 2
+
+
 def one_ends_and_one_holds():
     """A rank that has ended, or is gone, does not keep the others waiting for ever."""
     rank = dist.get_rank()
@@ -219,6 +238,7 @@ def test_a_promise_that_the_main_thread_has_passed_is_made_anew():
     state = Racing()
     state.racing = 4
     agreement = StopAgreement(state, Strategy())
+    agreement.reason = "interrupted"
     assert agreement._promise() == (13, 1)
     assert (state.batches_done, state.hold_at, state.hold_evaluated) == (12, 13, 1)
 

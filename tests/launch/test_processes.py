@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -266,6 +267,29 @@ def test_forked_functions_need_not_pickle_and_spawned_ones_say_so():
     assert run_function(lambda value: value + offset, (1,), 2, "fork") == 3
     with pytest.raises(ConfigError, match=r"no lambdas.*start_method='fork'"):
         run_function(lambda: offset, (), 2, "spawn")
+
+
+def test_a_forked_function_does_not_collect_the_garbage_of_its_starter():
+    """Taken down in the child, a store waits for its thread, which was not forked: for ever, as another one has its stack."""
+    collected = []
+
+    class Store:
+        def __del__(self):
+            collected.append(os.getpid())
+
+    def collect():
+        gc.collect()
+        return collected
+
+    garbage = [Store()]
+    garbage.append(garbage)
+    gc.disable()
+    try:
+        del garbage
+        assert run_function(collect, (), 2, "fork") == []
+    finally:
+        gc.enable()
+    assert collect() == [os.getpid()]
 
 
 def test_fork_is_refused_once_cuda_is_initialised(monkeypatch):
