@@ -42,6 +42,13 @@ class Uninterested(Callback):
 
     def __init__(self):
         self.saved_at = []
+        self.validating = 0
+
+    def on_validation_start(self, trainer, module):
+        self.validating += 1
+
+    def on_validation_end(self, trainer, module):
+        self.validating -= 1
 
     def on_train_end(self, trainer, module):
         self.saved_at.append(trainer.global_step)
@@ -68,12 +75,13 @@ def stopping():
             end.saved_at,
             weights(module),
         )
+        assert not end.validating, f"{name}: a validation was cut short"
 
     for hook in ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"):
         run(hook, callbacks=[StopOnRankOne(hook)])
     run("accumulating", callbacks=[StopOnRankOne("on_train_batch_end")], accumulate_grad_batches=3)
     run("min_steps", callbacks=[StopOnRankOne("on_train_batch_end")], min_steps=60)
-    run("max_time", SlowOnRankZero(), max_time={"seconds": 1})
+    run("max_time", SlowOnRankZero(), max_time={"seconds": 1}, val_check_interval=1)
     run("max_steps", max_steps=7)
     run("nobody", max_epochs=1)
     return ended
