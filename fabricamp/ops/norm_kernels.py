@@ -90,9 +90,8 @@ def _parts(run: Kernel, device: torch.device, found: Residents | Ring) -> int:
         return blocks
     most = max(1, blocks // layout.cluster)
     resident = clusters.resident(run, device, layout.cluster, layout.threads, found.shared) or most
-    return (
-        min(resident, most) if isinstance(found, Ring) else resident
-    )  # more rows on their way were seen to take longer
+    # With more rows of a ring on their way it was seen to take longer.
+    return min(resident, most) if isinstance(found, Ring) else resident
 
 
 class Wide(NamedTuple):

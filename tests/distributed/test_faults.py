@@ -24,6 +24,10 @@ from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
 SECONDS = 6
+"""The patience of a run in which a rank hangs."""
+LONG = 60
+"""That of a run whose end must not take it: a failure or a death is noticed."""
+IN_TIME = 30
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,35 +105,35 @@ def fit(what, **options):
     trainer.fit(Faulty(what), training, loader(16, 2))
 
 
-def failure_of(what, seconds, **options):
+def failure_of(what, patience=SECONDS, **options):
     """What the caller of ``fit`` is told; in time."""
     began = time.monotonic()
     with pytest.raises(DistributedError) as caught:
-        fit(what, **options)
-    assert time.monotonic() - began < seconds
+        fit(what, strategy=DDP(timeout=patience), **options)
+    assert time.monotonic() - began < IN_TIME
     return str(caught.value)
 
 
 def test_a_rank_that_raises():
-    told = failure_of("raises", 5)
+    told = failure_of("raises", LONG)
     assert "rank 1 ended with exit code 1" in told
     assert told.count("ValueError: rank one is unwell") == 1
 
 
 def test_a_rank_that_raises_beside_one_that_notices_nothing():
-    told = failure_of("raises beside one that is busy", 15)
+    told = failure_of("raises beside one that is busy", LONG)
     assert "rank 1 ended with exit code 1" in told
     assert "ValueError: rank one is unwell" in told
 
 
 def test_a_rank_that_dies():
-    told = failure_of("dies", 10)
+    told = failure_of("dies", LONG)
     assert "rank 1 was killed by SIGKILL" in told
     assert "what rank 0 left" in told  # its peer's error
 
 
 def test_a_loader_worker_that_dies():
-    told = failure_of("worker", 15)
+    told = failure_of("worker", LONG)
     assert "rank 1 ended with exit code 1" in told
     assert "DataLoader worker" in told
     assert "exited unexpectedly" in told or "killed by signal" in told
@@ -140,22 +144,22 @@ def test_a_loader_worker_that_dies():
     [
         (
             "loader",
-            r"rank 1: in fit at step 5 \(epoch 0, batch 5\), training_step or a hook around it, waiting for its loader, for \d s",
+            r"rank 1: in fit at step 5 \(epoch 0, batch 5\), training_step or a hook around it, waiting for its loader, for \d+ s",
             "time.sleep(3600)",
         ),
         pytest.param(
             "validation",
-            r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d s",
+            r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d+ s",
             "wait()",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_rank_that_hangs(what, place, line):
-    told = failure_of(what, SECONDS + 6)
+    told = failure_of(what)
     assert "because of rank 1 as it seems" in told
     assert re.search(place, told), told
-    assert re.search(r"rank 0: in fit at step \d+ .*, waiting for the other ranks, for \d s", told), told
+    assert re.search(r"rank 0: in fit at step \d+ .*, waiting for the other ranks, for \d+ s", told), told
     assert "DDP(timeout=3600)" in told
     stacks = told.partition("stack of rank ")[2]
     assert stacks.startswith("1:")
@@ -165,10 +169,10 @@ def test_a_rank_that_hangs(what, place, line):
 
 
 def test_a_rank_that_leaves_out_an_exchange():
-    told = failure_of("skips", SECONDS + 6)
+    told = failure_of("skips")
     assert "they wait for each other at different places: one has left out an exchange" in told
     for rank, function in ((0, "in on_train_end"), (1, "in ended_early")):
-        assert re.search(rf"rank {rank}: in fit at step 32 .*, waiting for the other ranks, for \d s", told), told
+        assert re.search(rf"rank {rank}: in fit at step 32 .*, waiting for the other ranks, for \d+ s", told), told
         assert function in told.partition(f"stack of rank {rank}:")[2].partition("stack of rank")[0]
 
 
@@ -185,9 +189,9 @@ class SlowDisk(Callback):
 
 def test_a_disk_that_hangs_while_saving_and_one_that_is_slow(tmp_path):
     options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    told = failure_of("", SECONDS + 6, callbacks=[SlowDisk(3600)], **options)
+    told = failure_of("", callbacks=[SlowDisk(3600)], **options)
     assert "because of rank 0 as it seems" in told
-    assert re.search(r"rank 0: in fit at step 16 .*, writing a checkpoint, for \d s", told), told
+    assert re.search(r"rank 0: in fit at step 16 .*, writing a checkpoint, for \d+ s", told), told
     assert "write_checkpoint" in told
     fit("", callbacks=[SlowDisk(0.5)], **options)
 
@@ -222,7 +226,7 @@ def without_a_starter(folder, what):
 
     began = time.monotonic()
     ended = attempt(job, folder)
-    assert time.monotonic() - began < SECONDS + 6
+    assert time.monotonic() - began < IN_TIME
     return ended
 
 
@@ -343,7 +347,7 @@ def test_sigterm_while_a_rank_is_gone_ends_the_others_soon(tmp_path, capfd, monk
 
     began = time.monotonic()
     assert attempt(job, tmp_path).codes == [143, 9]
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < IN_TIME
     said = capfd.readouterr().err
     assert "rank 0 is ended in fit at step 5" in said
     assert "no answer from rank 1" in said
