@@ -21,6 +21,13 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _leaves_one_thread():
+    """With two, every later test of this process is ten times slower beside another process."""
+    yield
+    assert torch.get_num_threads() == 1
+
+
 def pytest_collection_modifyitems(items):
     gpus = torch.cuda.device_count()
     for item in items:

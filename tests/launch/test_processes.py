@@ -205,13 +205,20 @@ def describe(value, tensor):
     }
 
 
+@pytest.fixture
+def _two_threads():
+    """A parallel region before the fork: OpenMP's threads do not survive it."""
+    torch.set_num_threads(2)
+    torch.ones(600, 600) @ torch.ones(600, 600)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_functions_bring_their_result_back(method):
     before = dict(os.environ)
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
-    # A parallel region before the fork: OpenMP's threads do not survive it.
-    torch.set_num_threads(2)
-    torch.ones(600, 600) @ torch.ones(600, 600)
     tensor = torch.zeros(3)
     result = run_function(describe, ("a $$ value", tensor), 2, method)
     assert result["value"] == "a $$ value"
