@@ -91,9 +91,8 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
             f"group_size={group_size} does not divide the {ranks} ranks; it can be {', '.join(map(str, fitting))}, or 0 for all"
         )
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    timeout = timeout_of(
-        world, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )  # not torch's, which may be shorter
+    # Not torch's own timeout, which may be shorter.
+    timeout = timeout_of(world, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     members = [list(range(first, first + group_size)) for first in range(0, ranks, group_size)]
     groups = [dist.new_group(one, timeout=timeout) for one in members]
     return cast("dist.ProcessGroup", groups[dist.get_rank() // group_size])

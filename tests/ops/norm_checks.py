@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 
-from fabricamp.ops import layer_norm, rms_norm
+from fabricamp.ops import clusters, dispatch, layer_norm, norm_kernels, norm_plans, rms_norm
 from fabricamp.ops.norm_kernels import Norm
 
 B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -30,6 +32,20 @@ def norm_of(kind, width, dtypes, device):
     """What the kernels are laid out for: input and output, then parameters."""
     center = kind == "layer"
     return Norm(width, center, dtypes[0], dtypes[0], dtypes[1], True, center, False, device)
+
+
+@contextlib.contextmanager
+def laid_out(monkeypatch, sizes, **plans):
+    """Has kernels run, in clusters of ``sizes`` and by these ``plans``, each cluster with several rows in turn."""
+    monkeypatch.setattr(clusters, "sizes", lambda device: sizes)
+    monkeypatch.setattr(clusters, "resident", lambda *_: None)
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
+    for name, value in plans.items():
+        monkeypatch.setattr(norm_plans, name, value)
+    norm_kernels.forget()
+    with dispatch.always("cupy"):
+        yield
+    norm_kernels.forget()
 
 
 def exact(kind, x, weight, bias, eps, upstream):

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fabricamp.ops import clusters, dispatch, layer_norm, norm_kernels, norm_plans
+from fabricamp.ops import clusters, layer_norm, norm_kernels, norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
-from tests.ops.norm_checks import B, H, S, check, near, norm_of, operands
+from tests.ops.norm_checks import B, H, S, check, laid_out, near, norm_of, operands
 
 one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 
@@ -24,14 +24,8 @@ def device(kernel_device, cluster, monkeypatch):
     """Where kernels run, in clusters however narrow the rows are, each with several rows in turn."""
     if kernel_device.type == "cuda" and cluster not in clusters.sizes(kernel_device):
         pytest.skip("this GPU has no thread-block clusters")
-    monkeypatch.setattr(clusters, "sizes", lambda device: (cluster,))
-    monkeypatch.setattr(clusters, "resident", lambda *_: None)
-    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
-    monkeypatch.setattr(norm_plans, "_SHARED_FROM", {2: 0, 4: 0})
-    norm_kernels.forget()
-    with dispatch.always("cupy"):
+    with laid_out(monkeypatch, (cluster,), _SHARED_FROM={2: 0, 4: 0}):
         yield kernel_device
-    norm_kernels.forget()
 
 
 def only(monkeypatch, sums, ahead):

@@ -7,7 +7,7 @@ import torch
 
 from fabricamp.ops import clusters, dispatch, norm_kernels, norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
-from tests.ops.norm_checks import B, H, S, check, norm_of, operands
+from tests.ops.norm_checks import B, H, S, check, laid_out, norm_of, operands
 
 SIZES = (1, 2, 4, 8)  # of the clusters of compute capability 9.0
 SHARED_MEMORY = 228 * 1024  # of a multiprocessor there
@@ -26,14 +26,8 @@ def device(kernel_device, monkeypatch):
     """Where kernels run, through the ring however narrow the rows are, each cluster with several of them in turn."""
     if kernel_device.type == "cuda" and len(clusters.sizes(kernel_device)) == 1:
         pytest.skip("this GPU has no thread-block clusters")
-    monkeypatch.setattr(clusters, "sizes", lambda device: SIZES)
-    monkeypatch.setattr(clusters, "resident", lambda *_: None)
-    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
-    monkeypatch.setattr(norm_plans, "_RING_FROM", {2: 0, 4: 0})
-    norm_kernels.forget()
-    with dispatch.always("cupy"):
+    with laid_out(monkeypatch, SIZES, _RING_FROM={2: 0, 4: 0}):
         yield kernel_device
-    norm_kernels.forget()
 
 
 def through_the_ring(monkeypatch, norm, cluster):
