@@ -9,7 +9,7 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 
-.PHONY: help setup demo test lint layers types format
+.PHONY: help setup demo test quick lint layers types format
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -34,10 +34,20 @@ demo: $(STAMP) ## trains the digits example; ends with a table of what came out 
 
 # What forks processes cannot share one with what uses a GPU.
 test: $(STAMP) ## the whole suite
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal
 ifdef HAS_GPU
 	$(BIN)/python -m pytest -m "gpu or gpu2"
 endif
+
+# BASE=main: what a branch has changed, commits too.  Ends by itself after a minute: `make test` has the rest.
+BASE ?= HEAD
+quick: $(STAMP) layers ## within a minute: lint, layers, types of changed files, the tests of changed parts
+	@$(BIN)/ruff check -q
+	@$(BIN)/ruff format -q --check
+	@sources=$$($(BIN)/python tests/changed_parts.py --base $(BASE) --sources); test -z "$$sources" || $(BIN)/mypy $$sources
+	@tests=$$($(BIN)/python tests/changed_parts.py --base $(BASE)); test -z "$$tests" || OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= \
+		$(BIN)/python -m pytest -q -n 2 --no-header -r fE --session-timeout=35 $$tests || \
+		{ test $$? -eq 2 && echo "the time is up: make test has the rest"; }
 
 lint: $(STAMP) layers ## ruff, its formatter, codespell, and the import layers
 	$(BIN)/ruff check

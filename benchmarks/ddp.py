@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.models import resnet50, tiny_resnet
 from examples.gpt.gpt import GPT
 from fabricamp import ops
-from fabricamp.strategies import DistributedDataParallel as Ours
+from fabricamp.apex.parallel import DistributedDataParallel as Ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fabricamp import ops
-from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 
@@ -129,6 +129,12 @@ CASES: dict[str, Case] = {
         torchs=lambda p, **how: torch.optim.Adagrad(p, lr=1e-4, weight_decay=0.01, **how),
         fused=False,  # torch's fused one was not tried on CUDA
         floor=20,  # reads p, g, sum; writes p, sum
+    ),
+    "lion": Case(
+        ours=lambda p: FusedLion(p, lr=1e-4, weight_decay=0.01),
+        torchs=None,
+        fused=False,
+        floor=20,  # reads p, g, m; writes p, m
     ),
     "larc": Case(
         ours=lambda p: LARC(FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01)),
@@ -243,7 +249,7 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
     precision.convert_module(module)
     optimizer = case.ours(module.parameters())
     precision.setup_optimizers(module, [optimizer], Strategy())
-    holders = precision.gradient_holders(optimizer)
+    holders = precision.gradients(optimizer).parameters
     gradients = [torch.randn_like(one) for one in holders]
     loss = torch.ones((), device="cuda")
     clip = Clip(1.0)
@@ -254,7 +260,8 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
 
     def step() -> None:
         precision.step(optimizer, clip=clip, loss=loss)
-        precision.close_window(loss)
+        if precision.verdicts is not None:
+            precision.verdicts.close_window(loss)
 
     return measure(step, repeat, backward)
 

@@ -7,8 +7,8 @@ to back, as a loop runs them.  GPU ms: iterations that were queued behind a slee
 wait for each other inside.  Host us: what a rank's Python and driver take to issue an iteration while the GPU sleeps.
 ResNet-50: forward and backward under fp16 autocast, torch's DistributedDataParallel, torch's fused SGD, channels_last.  Under a
 CUDA graph: the same step captured whole, with one all_reduce of all gradients at its end in place of the wrapper.
-Exchange: a forward of (2, 512) in fp32 without gradients, whose values are next to nothing: two launches, and 1025 floats to the
-other rank; beside NCCL's collectives alone on as much.
+Exchange: a forward of (2, 512) in fp32 without gradients, whose values are next to nothing: two launches (three by a collective),
+and 1025 floats to the other rank; beside NCCL's collectives alone on as much.
 
 Rows of a table run in turn, round by round; figures are medians of the rounds, on rank 0.
 """

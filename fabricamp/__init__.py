@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+    from fabricamp import (
+        apex as apex,
+    )
+    from fabricamp import (
+        callbacks as callbacks,
+    )
+    from fabricamp import (
+        core as core,
+    )
+    from fabricamp import (
+        data as data,
+    )
+    from fabricamp import (
+        errors as errors,
+    )
+    from fabricamp import (
+        loggers as loggers,
+    )
+    from fabricamp import (
+        nn as nn,
+    )
+    from fabricamp import (
+        ops as ops,
+    )
+    from fabricamp import (
+        optimizers as optimizers,
+    )
+    from fabricamp import (
+        precision as precision,
+    )
+    from fabricamp import (
+        strategies as strategies,
+    )
+    from fabricamp import (
+        trainer as trainer,
+    )
+    from fabricamp import (
+        utilities as utilities,
+    )
     from fabricamp.callbacks.base import Callback
+    from fabricamp.core import LightningDataModule, LightningModule
     from fabricamp.data import DataModule
     from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
     from fabricamp.module import TrainingModule
@@ -27,6 +70,8 @@ __all__ = [
     "DelayedDDP",
     "DistributedError",
     "FabricampError",
+    "LightningDataModule",
+    "LightningModule",
     "NonFiniteError",
     "OptLevel",
     "Trainer",
@@ -35,6 +80,22 @@ __all__ = [
     "clip_grad_norm_",
     "seed_everything",
 ]
+
+_PARTS = (
+    "apex",
+    "callbacks",
+    "core",
+    "data",
+    "errors",
+    "loggers",
+    "nn",
+    "ops",
+    "optimizers",
+    "precision",
+    "strategies",
+    "trainer",
+    "utilities",
+)
 
 _HOMES = {
     "Callback": "fabricamp.callbacks.base",
@@ -45,6 +106,8 @@ _HOMES = {
     "DelayedDDP": "fabricamp.strategies",
     "DistributedError": "fabricamp.errors",
     "FabricampError": "fabricamp.errors",
+    "LightningDataModule": "fabricamp.core",
+    "LightningModule": "fabricamp.core",
     "NonFiniteError": "fabricamp.errors",
     "OptLevel": "fabricamp.precision",
     "Trainer": "fabricamp.trainer",
@@ -56,10 +119,29 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that a tool that needs one part does not pay for all of them.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fabricamp' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _PARTS:
+        return importlib.import_module(f"fabricamp.{name}")
+    from fabricamp.not_offered import missing
+
+    raise missing("fabricamp", name, (*_HOMES, *_PARTS))
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_PARTS])
+
+
+class _NotOffered:
+    """Stands last on ``sys.meta_path``: imports of Lightning's names that are not here say what to write instead."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        if name.startswith("fabricamp."):
+            from fabricamp.not_offered import refuse_import
+
+            refuse_import(name)
+        return None
+
+
+sys.meta_path.append(_NotOffered)

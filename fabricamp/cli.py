@@ -12,8 +12,7 @@ from fabricamp.errors import CheckpointError, ConfigError, FabricampError, neare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["main"]
+    from typing import NoReturn
 
 RUNS = {
     "fit": "train, from the start or on from ckpt_path",
@@ -129,6 +128,13 @@ def _run(command: str, path: Path, overrides: list[str]) -> int:
     content = read_config(path, overrides)
     check_config(content)
     trainer, module, data, ckpt_path = build_parts(content)
+    if ckpt_path is not None:
+        _check_there(ckpt_path)
+    elif command != "fit" and trainer.is_global_zero and not _started():
+        print(
+            f"fabricamp: {command} takes the weights that the module is built with; ckpt_path=FILE gives others",
+            file=sys.stderr,
+        )
     entry: Any = getattr(trainer, command)
     result = entry(module, datamodule=data, ckpt_path=ckpt_path)
     if command == "predict":
@@ -136,6 +142,19 @@ def _run(command: str, path: Path, overrides: list[str]) -> int:
         if trainer.is_global_zero:
             _save_predictions(folder / "predictions.pt", result)
     return 0
+
+
+def _check_there(ckpt_path: str) -> None:
+    """Raises :class:`ConfigError` for a file that is not there; a word or a URL is looked for later."""
+    if not (ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists()):
+        raise ConfigError(f"ckpt_path={ckpt_path!r} is not there; give the path of a checkpoint, or ckpt_path=last")
+
+
+def _started() -> bool:
+    """Whether another process of this command started this one, and speaks for it."""
+    from fabricamp.launch.starter import STARTED_BY
+
+    return STARTED_BY in os.environ
 
 
 def _save_predictions(path: Path, predictions: Any) -> None:
@@ -157,11 +176,18 @@ def _doctor(measured: bool) -> int:
 def _explain(error: FabricampError) -> int:
     """Says what is wrong, without a traceback, and returns the exit code."""
     from fabricamp.launch import record_failure
-    from fabricamp.launch.starter import STARTED_BY
 
     # A process that started this one shows what is written down here: without the way that the error took either.
     error.__cause__, error.__suppress_context__ = None, True
     record_failure(error.with_traceback(None))
-    if STARTED_BY not in os.environ:
+    if not _started():
         print(f"fabricamp: {error}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def __getattr__(name: str) -> NoReturn:
+    from fabricamp.not_offered import words_for
+
+    if words := words_for(f"cli.{name}"):
+        raise ImportError(words)  # `from fabricamp.cli import LightningCLI` would not show an AttributeError's words
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
+from fabricamp.environment import FromEnvironment, exposes, resolved, without_references
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.files import replace_text
 from fabricamp.module import TrainingModule
 from fabricamp.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-__all__ = ["Parts", "SaveConfig", "build_parts", "check_config", "read_config"]
 
 TARGET = "_target_"
 SECTIONS = {
@@ -32,6 +33,18 @@ SECTIONS = {
 """What stands at the top of a configuration file."""
 
 
+class Configuration(dict[str, Any]):
+    """A configuration with its interpolations resolved; ``written`` is how it is shown: with references to the environment.
+
+    ``private`` says that something of the environment is shown all the same.
+    """
+
+    def __init__(self, content: Mapping[str, Any], written: Mapping[str, Any], *, private: bool = False) -> None:
+        super().__init__(content)
+        self.written = dict(written)
+        self.private = private
+
+
 class Parts(NamedTuple):
     """What a configuration describes, built."""
 
@@ -41,29 +54,29 @@ class Parts(NamedTuple):
     ckpt_path: str | None
 
 
-def read_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     """Returns the file's content with ``key=value`` overrides put in and interpolations resolved.
 
-    Raises :class:`ConfigError` for what cannot be read; :func:`check_config` looks at what it means.
+    Strings of ``${oc.env:...}`` know their reference.  Raises :class:`ConfigError` for what cannot be read;
+    :func:`check_config` looks at what it means.
     """
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     content = _load(path)
     for override in overrides:
         _put(content, override)
     try:
-        OmegaConf.resolve(content)
-        resolved: Any = OmegaConf.to_container(content, throw_on_missing=True)
+        values, written = resolved(content, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)} (at {error.full_key})") from None
-    folders = resolved.get("import_from", [])
+    folders = values.get("import_from", [])
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise ConfigError(f"import_from={folders!r} is not a list of folders; write import_from: [folder, ...]")
     # Absolute, so that the copy beside the logs works from there.
     given = [path.parent / folder for folder in folders]
-    resolved["import_from"] = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
-    return dict(resolved)
+    folders = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
+    private = any(isinstance(folder, FromEnvironment) for folder in values.get("import_from", []))
+    return Configuration({**values, "import_from": folders}, {**written, "import_from": folders}, private=private)
 
 
 def check_config(content: Mapping[str, Any]) -> None:
@@ -94,28 +107,37 @@ def build_parts(content: Mapping[str, Any]) -> Parts:
         from fabricamp.rng import seed_everything
 
         seed_everything(content["seed"])
-    arguments = {key: _build(value) for key, value in _trainer_section(content).items()}
+    if not isinstance(content, Configuration):
+        content = Configuration(content, content)
+    section = without_references(_trainer_section(content))
+    arguments = {key: _build(value) for key, value in section.items()}
     callbacks = arguments.get("callbacks") or []
-    arguments["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), SaveConfig(content)]
+    arguments["callbacks"] = [
+        *(callbacks if isinstance(callbacks, list) else [callbacks]),
+        SaveConfig(content.written, private=content.private),
+    ]
     trainer = _locate(arguments.pop(TARGET), "trainer")(**arguments)
-    return Parts(trainer, _build(content["module"]), _build(content.get("data")), content.get("ckpt_path"))
+    module, data = (_build_part(content, name) for name in ("module", "data"))
+    return Parts(trainer, module, data, content.get("ckpt_path"))
 
 
 class SaveConfig(Callback):
-    """Writes the configuration of a run as ``config.yaml`` into the folder of its logs."""
+    """Writes the configuration of a run as ``config.yaml`` into the folder of its logs; values from the environment stay out."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, Any], *, private: bool = False) -> None:
         self.content = dict(content)
+        self._private = private
 
     def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
         """Writes the file, on rank 0; nothing where nothing is logged."""
-        folder = trainer.log_dir if trainer.loggers else None
+        folder = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None
         if folder is None or not trainer.is_global_zero:
             return
         from omegaconf import OmegaConf
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.content)), encoding="utf-8")
+        text = OmegaConf.to_yaml(OmegaConf.create(self.content))
+        replace_text(Path(folder) / "config.yaml", text, private=self._private)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------------
@@ -276,6 +298,14 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
 def _modules_nearby() -> list[str]:
     """Names of the modules in the folders that ``import_from`` put first."""
     return [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")] + ["fabricamp"]
+
+
+def _build_part(content: Configuration, name: str) -> Any:
+    """Returns module or data; what the environment says of it may be among its hyper-parameters."""
+    part = _build(content.get(name))
+    if part is not None and exposes(content[name], content.written[name]):
+        part.hparams_private = True
+    return part
 
 
 def _build(node: Any) -> Any:

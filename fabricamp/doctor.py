@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Check", "examine", "measure", "show"]
-
 Status = Literal["ok", "absent", "broken"]
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -96,7 +94,7 @@ def check_gpus() -> list[Check]:
         about = torch.cuda.get_device_properties(index)
         found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}"
         try:
-            torch.ones(1, device=f"cuda:{index}").add_(1).cpu()
+            torch.ones(1, dtype=torch.float32, device=f"cuda:{index}").add_(1).cpu()
         except RuntimeError as error:
             cure = "end what else uses it, or install a torch build with code for this card"
             checks.append(Check(f"GPU {index}", f"{found}: {_first_line(error)}", "broken", cure))
@@ -170,7 +168,7 @@ def check_kernel(file: str, device: torch.device) -> Check:
     """Does one file of kernels compile; the first time takes seconds, later CuPy has it on disk."""
     from fabricamp.ops import bridge
 
-    name = f"kernels/{file}.cu"
+    name = f"kernel {file}.cu"
     try:
         bridge.check_compiles(file, device)
     except (RuntimeError, OSError) as error:
@@ -232,7 +230,7 @@ def _cupy_failure() -> str:
 
         source = 'extern "C" __global__ void one(float* x) { x[0] = 1.0f; }'
         with cupy.cuda.Device(0):
-            value = torch.zeros(1, device="cuda:0")
+            value = torch.zeros(1, dtype=torch.float32, device="cuda:0")
             cupy.RawKernel(source, "one")((1,), (1,), (value.data_ptr(),))
             cupy.cuda.get_current_stream().synchronize()
     except (ImportError, RuntimeError, OSError) as error:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "ConfigError", "DistributedError", "FabricampError", "NonFiniteError", "nearest"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DistributedError",
+    "FabricampError",
+    "NonFiniteError",
+    "nearest",
+    "without_address",
+]
 
 
 class FabricampError(Exception):
@@ -35,3 +43,9 @@ def nearest(given: object, known: Iterable[str]) -> str:
     """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or nothing where none is near."""
     matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def without_address(value: object) -> str:
+    """Returns ``value`` as its repr, or by its class where that is no more than an address."""
+    shown = repr(value)
+    return f"a {type(value).__name__}" if " object at 0x" in shown else shown

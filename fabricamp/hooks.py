@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from fabricamp.trainer import Trainer
 
-__all__ = ["Calls", "Hooks", "ModuleHooks", "call_all", "overrides"]
-
 Calls = tuple["Callable[..., Any]", ...]
 
 # Lightning 1 called these; a module that still has one would wait for it in vain.

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.environment import FromEnvironment, exposes, first_reference, resolved
+from fabricamp.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
-
-__all__ = ["Hyperparameters", "HyperparametersMixin"]
 
 _CONSTRUCTORS = ("__init__", "__post_init__")
 
@@ -31,9 +30,9 @@ class Hyperparameters(dict[str, Any]):
     0.1
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         super().__init__()
-        for name, value in (values or {}).items():
+        for name, value in {**(values or {}), **named}.items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -78,6 +77,15 @@ class HyperparametersMixin:
         """Whether loggers are given ``hparams``."""
         return bool(self.__dict__.get("_hparams_logged", False))
 
+    @property
+    def hparams_private(self) -> bool:
+        """Whether only the owner may read a file that shows ``hparams``: the environment says what a number or a flag in it is."""
+        return bool(self.__dict__.get("_hparams_private", False))
+
+    @hparams_private.setter
+    def hparams_private(self, private: bool) -> None:
+        self.__dict__["_hparams_private"] = private
+
     def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] | None = None, logger: bool = True) -> None:
         """Keeps the arguments of the ``__init__`` that calls it in ``hparams``: all, ``names``, or all but ``ignore``.
 
@@ -91,15 +99,44 @@ class HyperparametersMixin:
         if content is not None:
             owner_arguments = frame.f_locals.items()
             self.__dict__["_hparams_name"] = next((name for name, value in owner_arguments if value is names[0]), None)
-            overrides = True
+            overrides, source = True, names[0]
         else:
             content = _chosen(_arguments(frame, self), names)
+            source = {name: value for name, value in content.items() if name not in ignored}
             overrides = _is_outermost(frame, self)
+        if _exposes(source):
+            self.__dict__["_hparams_private"] = True
         kept = {name: _checkpointable(value, name, name) for name, value in content.items() if name not in ignored}
         for name, value in kept.items():
             if overrides or name not in self.hparams:
                 self.hparams[name] = value
         self.__dict__["_hparams_logged"] = logger
+
+
+def saved_arguments(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the hyper-parameters of a checkpoint; raises :class:`CheckpointError` where they are no arguments."""
+    saved, name = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name")
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        raise CheckpointError(
+            f"{path}: its 'hyper_parameters' are {saved!r:.200}, not a dict of arguments; load the weights alone with "
+            "module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
+        )
+    if not isinstance(name, str | None):
+        raise CheckpointError(f"{path}: its 'hparams_name' is {name!r:.200}, not the name of an argument")
+    return dict(saved)
+
+
+def check_references(arguments: Mapping[str, Any], path: str) -> None:
+    """Raises :class:`CheckpointError` for an argument of which the checkpoint holds a reference only.
+
+    It is not looked up: no file decides what is read from the environment.
+    """
+    for name, value in arguments.items():
+        if reference := first_reference(value):
+            raise CheckpointError(
+                f"{path} holds {reference} for the hyper-parameter {name!r}, and not the value that it had: pass it, as in "
+                f"load_from_checkpoint(path, {name}=...)"
+            )
 
 
 def _container(value: Any) -> dict[str, Any] | None:
@@ -115,7 +152,19 @@ def _without_omegaconf(value: Any) -> Any:
         return value
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return resolved(value).values if OmegaConf.is_config(value) else value
+
+
+def _exposes(value: Any) -> bool:
+    """Whether ``value`` holds an OmegaConf container in which the environment says what a number or a flag is."""
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        return OmegaConf.is_config(value) and exposes(*resolved(value))
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_exposes, inner))
 
 
 def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
@@ -163,7 +212,7 @@ def _is_outermost(frame: FrameType, owner: object) -> bool:
 def _checkpointable(value: Any, path: str, name: str) -> Any:
     """``value`` as what a checkpoint can hold: tensors, numbers, strings (also of paths), lists and dicts; else raises."""
     value = _without_omegaconf(value)
-    if value is None or isinstance(value, bool | Tensor | bytes | os.PathLike):
+    if value is None or isinstance(value, bool | Tensor | bytes | os.PathLike | FromEnvironment):
         return value
     if isinstance(value, str):
         return str.__str__(value)

@@ -10,12 +10,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.content import PRIVATE
+from fabricamp.checkpoint.sections import restore_weights
+from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
-from fabricamp.optimization import ManagedOptimizer
-from fabricamp.precision.base import Clip, clip_gradients
-from fabricamp.snapshot import restore_weights
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, check_references, saved_arguments
+from fabricamp.precision.base import Clip
+from fabricamp.precision.plain_step import clip_gradients
+from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +29,6 @@ if TYPE_CHECKING:
     from fabricamp.loggers.base import Logger
     from fabricamp.metrics import Metrics
     from fabricamp.trainer import Trainer
-
-__all__ = ["Attachment", "TrainingModule"]
 
 
 class Attachment:
@@ -77,10 +78,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     example_input_array: Any = None
     _attachment: Attachment = DETACHED
 
-    def attach(self, attachment: Attachment) -> None:
-        """Ties the module to a run; the Trainer calls it."""
+    def attach(self, trainer: Trainer, metrics: Metrics, *, fits: bool) -> Attachment:
+        """Ties the module to a run; the Trainer calls it.  One that does not fit makes no optimizers: the last fit's stay."""
+        attachment = Attachment()
+        attachment.trainer, attachment.metrics = trainer, metrics
+        if not fits:
+            attachment.optimizers, attachment.schedulers = self._attachment.optimizers, self._attachment.schedulers
         # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
         object.__setattr__(self, "_attachment", attachment)
+        return attachment
 
     # -- what the user writes ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +165,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             scheduler.step(metric)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips as asked and counts."""
+        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips as asked and counts.
+
+        From ``configure_optimizers`` on, until the next fit: the same object each time.
+        """
         managed = self._attachment.optimizers
         optimizers = [one if use_pl_optimizer else one.optimizer for one in managed]
         return optimizers[0] if len(optimizers) == 1 else optimizers
@@ -181,11 +190,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Freezes every parameter that other optimizers update and this one does not, until :meth:`untoggle_optimizer`."""
         # Under masters the optimizers hold these; what backward fills are the module's own parameters.
-        holders = self.trainer.precision.gradient_holders
+        gradients = self.trainer.precision_plugin.gradients
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
-        mine = {id(parameter) for parameter in holders(own)}
+        mine = {id(parameter) for parameter in gradients(own).parameters}
         for other in self._attachment.optimizers:
-            for parameter in holders(other.optimizer):
+            for parameter in gradients(other.optimizer).parameters:
                 if id(parameter) not in mine and parameter.requires_grad:
                     self._toggled.append(parameter)
                     parameter.requires_grad_(False)
@@ -241,13 +250,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         The value is copied without its graph, stays on the device and is read with all others at the next flush (every
         ``log_every_n_steps``).  ``sync_dist`` concerns a step's values.  A mean is weighted by ``batch_size``, by default the
-        length of the batch's first tensor.  ``enable_graph`` and ``metric_attribute`` are taken and change nothing.
+        length of the batch's first tensor.  ``enable_graph`` and ``metric_attribute`` are taken and change nothing.  Outside a
+        run nothing is logged.
         """
         metrics = self._attachment.metrics
         if metrics is None:
-            raise ConfigError(
-                f"self.log({name!r}, ...) works inside a Trainer's fit, validate and test; there is none running"
+            say_once(
+                "fabricamp: self.log outside a Trainer's fit, validate and test logs nothing; there is none running"
             )
+            return
         call = (
             name, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only
         )  # fmt: skip
@@ -275,9 +286,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 "gradients; torch.distributed.nn.functional.all_gather has both"
             )
         strategy, device = self.trainer.strategy, self.device
-        return apply_to_collection(
-            data, (Tensor, float, int), lambda one: strategy.all_gather(torch.as_tensor(one, device=device))
-        )
+        return apply_to_collection(data, (Tensor, float, int), lambda one: strategy.all_gather(_as_tensor(one, device)))
 
     # -- where the run stands ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +358,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> Self:
         """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights."""
         checkpoint = read_checkpoint(checkpoint_path, map_location=map_location)
-        arguments = {**checkpoint.get("hyper_parameters", {}), **overrides}
+        arguments: dict[str, Any] = {**saved_arguments(checkpoint, str(checkpoint_path)), **overrides}
+        check_references(arguments, str(checkpoint_path))
         if checkpoint.get("hparams_name"):
             # save_hyperparameters(config): the class takes them as one argument.
             arguments = {checkpoint["hparams_name"]: Hyperparameters(arguments)}
@@ -360,7 +370,16 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"{cls.__name__} cannot be built from {checkpoint_path}: {error}; pass what is missing as keyword arguments, "
                 "or call self.save_hyperparameters() in __init__ before training"
             ) from error
+        module.hparams_private = module.hparams_private or bool(checkpoint.get(PRIVATE))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
         return module
+
+
+def _as_tensor(value: Tensor | float, device: torch.device) -> Tensor:
+    """A number as fp32, int64 or bool, whatever torch's default dtype is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    kinds = {bool: torch.bool, int: torch.int64, float: torch.float32}
+    return torch.tensor(value, dtype=next(kinds[kind] for kind in kinds if isinstance(value, kind)), device=device)

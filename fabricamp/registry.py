@@ -10,8 +10,6 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Registry"]
-
 Part = TypeVar("Part")
 
 

@@ -16,20 +16,9 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "capture_rng",
-    "deterministic_mode",
-    "global_seed",
-    "isolate_rng",
-    "restore_rng",
-    "seed_everything",
-    "seed_worker",
-    "seeded",
-    "seeds_workers",
-]
-
 _LOG = logging.getLogger(__name__)
 _SEED = "FABRICAMP_GLOBAL_SEED"
+_LIGHTNINGS_SEED = "PL_GLOBAL_SEED"
 _WORKERS = "FABRICAMP_SEED_WORKERS"
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _LARGEST_SEED = 2**32 - 1
@@ -52,7 +41,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
 def global_seed() -> int:
     """Returns the seed that :func:`seed_everything` set, here or in the process that started this one; else 0."""
-    return _checked(os.environ.get(_SEED, "0"), f"the environment variable {_SEED}")
+    name = _SEED if _SEED in os.environ else _LIGHTNINGS_SEED
+    return _checked(os.environ.get(name, "0"), f"the environment variable {name}")
 
 
 def seeds_workers() -> bool:
@@ -80,7 +70,11 @@ def capture_rng() -> dict[str, Any]:
     }
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
-        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "state": torch.tensor(internal, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "numpy": {**numpy_state, "has_gauss": int(has_gauss), "gauss": float(cached)},
         "torch": torch.get_rng_state(),
         # An uninitialised CUDA has drawn nothing; asking would initialise it, and forking would be over.

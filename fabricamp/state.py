@@ -7,27 +7,60 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["INTERRUPTIONS", "NON_FINITE", "NOT_VALIDATING", "RunState", "Scope", "Stage"]
-
 INTERRUPTIONS = ("interrupted", "SIGTERM", "SIGUSR1")
-"""The reasons to stop that come from outside: Ctrl-C and signals.  They do not wait for ``min_steps`` or a validation's end."""
+"""What cuts a run from outside: Ctrl-C and signals.  They wait for no ``min_steps``, no end of a validation or an epoch."""
 
 NON_FINITE = "non-finite gradients"
-"""The reason to stop of a run that ``nan_policy="stop"`` ends; it does not wait for ``min_steps`` either."""
+"""The reason to stop of a run that ``nan_policy="stop"`` ends; it waits for none of these either."""
 
 NOT_VALIDATING = sys.maxsize
 """``RunState.evaluated`` outside the validation within ``fit``."""
 
 
-class Stage(enum.Enum):
-    """Which of the four entry points is running, or the sanity check inside ``fit``."""
+class TrainerFn(enum.StrEnum):
+    """Which of the four entry points was called."""
 
-    IDLE = "idle"
-    FIT = "fit"
-    SANITY = "sanity_check"
-    VALIDATE = "validate"
-    TEST = "test"
-    PREDICT = "predict"
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(enum.StrEnum):
+    """What runs: within ``fit`` training, its validation, or the validation batches before it."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation (that before training too) or a test runs."""
+        return self not in (RunningStage.TRAINING, RunningStage.PREDICTING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """The word in ``train_dataloader``, ``val_dataloader`` and so on."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
+
+
+class TrainerStatus(enum.StrEnum):
+    """How far an entry point has come."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+
+_FIRST_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
 
 
 class Scope(enum.Enum):
@@ -47,37 +80,50 @@ class Scope(enum.Enum):
 class RunState:
     """Counters and the stop flag of one Trainer; known to the host without asking the GPU.
 
+    ``fn`` is the entry point that runs or ran last, ``stage`` what runs within it, None outside, and ``status`` how it ended.
+
     ``global_step`` grows by one per attempted update window, ``batch_idx`` per micro-batch within the epoch, ``batches_done``
     per micro-batch of the whole run; ``open_batches`` of these belong to a window that is not updated yet, which a resumed run
     repeats.  ``epoch_ended`` is True while the callbacks that close an epoch run.  ``batch`` is the micro-batch being worked
     on (for the batch size that ``self.log`` weighs with).
+
+    ``should_stop`` says that this rank asks training to end, for ``stop_reason``, and ``agreed`` that all do, here;
+    ``interruption`` names the signal that cut it.
     """
 
     __slots__ = (
+        "agreed",
         "batch",
         "batch_idx",
         "batches_done",
+        "closed_at",
         "dataloader_idx",
         "epoch",
         "epoch_ended",
         "evaluated",
+        "fn",
         "global_step",
         "hold_at",
         "hold_evaluated",
+        "interruption",
         "num_dataloaders",
         "open_batches",
+        "passed",
         "scope",
         "should_stop",
         "stage",
         "started",
+        "status",
         "stop_explanation",
         "stop_reason",
         "validated_at",
-        "validating_in_fit",
+        "validations",
     )
 
     def __init__(self) -> None:
-        self.stage = Stage.IDLE
+        self.fn: TrainerFn | None = None
+        self.stage: RunningStage | None = None
+        self.status = TrainerStatus.INITIALIZING
         self.scope = Scope.NOWHERE
         self.epoch = 0
         self.epoch_ended = False
@@ -89,31 +135,86 @@ class RunState:
         self.dataloader_idx = 0
         self.num_dataloaders = 1
         self.should_stop = False
+        self.agreed = False
         self.stop_reason = ""
         self.stop_explanation = ""
-        self.validating_in_fit = False
+        self.interruption = ""
+        self.validations = 0  # within fit, that came to their end
         # The ``batches_done`` at which the last validation within fit came to its end: a resumed run makes up for one that did not.
         self.validated_at = -1
+        # The ``batches_done`` at which the hooks of an epoch's end ran last: a resumed run makes up for those that did not.
+        self.closed_at = -1
         # Batches done of the validation within fit that is running.
         self.evaluated = NOT_VALIDATING
         # The main thread may not pass so many micro-batches, and then validation batches, before the ranks agreed where to stop
         # (watchdog/stop.py).
         self.hold_at = self.hold_evaluated = sys.maxsize
+        # The last boundary that was passed without a request to stop (watchdog/requests.py).
+        self.passed = -1.0
         self.started = time.monotonic()
+
+    def begin(self, fn: TrainerFn) -> None:
+        """An entry point begins."""
+        self.fn, self.stage, self.status = fn, _FIRST_STAGE[fn], TrainerStatus.RUNNING
+
+    def end(self) -> None:
+        """It is over, however it came to that."""
+        self.stage = None
+        if self.status is TrainerStatus.RUNNING:
+            self.status = TrainerStatus.INTERRUPTED if self.interrupted else TrainerStatus.FINISHED
+
+    def fail(self) -> None:
+        """It is over, by an exception."""
+        self.status = TrainerStatus.INTERRUPTED
+
+    @property
+    def fitting(self) -> bool:
+        """Whether ``fit`` trains, or validates within its epochs."""
+        return self.fn is TrainerFn.FITTING and self.stage in (RunningStage.TRAINING, RunningStage.VALIDATING)
+
+    @property
+    def validating_in_fit(self) -> bool:
+        """Whether the validation within the epochs of ``fit`` runs."""
+        return self.fn is TrainerFn.FITTING and self.stage is RunningStage.VALIDATING
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last entry point came to its end."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended, in any way."""
+        return self.status in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or a signal ended the run."""
-        return self.stop_reason in INTERRUPTIONS
+        """Whether Ctrl-C or a signal cut the run."""
+        return bool(self.interruption)
 
     @property
-    def stops_at_once(self) -> bool:
-        """Whether the reason to stop lets no ``min_steps`` or ``min_epochs`` be waited for."""
+    def cut(self) -> bool:
+        """Whether the run ends within its epoch, whose end is not to run: after a signal, or by ``nan_policy="stop"``."""
         return self.interrupted or self.stop_reason == NON_FINITE
+
+    def ask(self, reason: str) -> None:
+        """Asks all ranks to end training; from any thread."""
+        if not self.should_stop:
+            self.stop_reason = reason
+            self.should_stop = True
 
     def stop(self, reason: str, explanation: str = "") -> None:
         """Ends training at the next step boundary; every rank has to call it at the same place."""
-        if not self.should_stop or (reason == NON_FINITE and not self.interrupted):
-            self.should_stop = True
-            self.stop_reason = reason
-            self.stop_explanation = explanation
+        if not self.should_stop or reason == NON_FINITE:
+            self.stop_reason, self.stop_explanation = reason, explanation
+        self.should_stop = self.agreed = True
+
+    def forget_stop(self) -> None:
+        """Before a run: what ended the one before does not end it."""
+        self.should_stop = self.agreed = False
+        self.stop_reason = self.stop_explanation = self.interruption = ""
+        self.hold_at = self.hold_evaluated = sys.maxsize
+
+    def interrupt(self, name: str) -> None:
+        """Cuts the run here; every rank has to call it at the same place."""
+        self.interruption = name

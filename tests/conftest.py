@@ -3,6 +3,10 @@ import os
 # One thread a process: the suite runs several processes on two cores, and sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch looks up the name of each end of a TCPStore's connection.  Where the name server does not answer, each process that
+# starts would wait 10 s for it; no test needs a name that is not in /etc/hosts (resolv.conf(5): no attempts, no query).
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 import signal
 
 import pytest

@@ -96,6 +96,7 @@ def test_validate_test_and_predict(capfd):
     assert main(["validate", "config.yaml"]) == 0
     assert "val_loss" in capfd.readouterr().out
     assert main(["test", "config.yaml"]) == 0
+    assert "test takes the weights that the module is built with; ckpt_path=FILE" in capfd.readouterr().err
     assert main(["predict", "config.yaml"]) == 0
     import torch
 
@@ -123,8 +124,8 @@ def test_a_mistake_gets_one_line_and_code_2(words, message, capfd):
     assert "Traceback" not in error
 
 
-def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_1(capfd):
-    assert main(["fit", "config.yaml", "ckpt_path=missing.ckpt"]) == 1
+def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
+    assert main(["fit", "config.yaml", "ckpt_path=missing.ckpt"]) == 2
     error = capfd.readouterr().err
     assert "missing.ckpt" in error
     assert "Traceback" not in error

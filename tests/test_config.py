@@ -95,7 +95,7 @@ def test_overrides_replace_add_and_reach_into_lists(folder):
     assert (trainer.max_epochs, module.lr, module.width, ckpt_path) == (7, 3e-4, 16, "last")
     assert data.options == {"extra": [1, {"a": "b"}], "empty": None}
     assert next(one for one in trainer.callbacks if isinstance(one, EarlyStopping)).patience == 9
-    assert isinstance(trainer.precision, OptLevel)
+    assert isinstance(trainer.precision_plugin, OptLevel)
 
 
 def test_targets_are_built_anywhere_in_the_tree(folder):

@@ -152,3 +152,12 @@ def test_seeded_draws_from_what_is_given_and_leaves_everything_as_it_was():
     with contextlib.suppress(KeyError), seeded(4):
         raise KeyError
     assert draw() == expected
+
+
+def test_lightnings_variable_is_the_seed_until_one_is_set(monkeypatch):
+    monkeypatch.delenv("FABRICAMP_GLOBAL_SEED", raising=False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "23")
+    assert global_seed() == 23
+    assert seed_everything() == 23
+    monkeypatch.setenv("FABRICAMP_GLOBAL_SEED", "4")
+    assert global_seed() == 4

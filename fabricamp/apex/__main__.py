@@ -18,8 +18,6 @@ from fabricamp.errors import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["main", "run"]
-
 _SPELLINGS: Final = ("--local_rank", "--local-rank")
 _USAGE: Final = """usage: python -m fabricamp.apex [-m] script [arguments]
        torchrun --nproc_per_node=2 -m fabricamp.apex [-m] script [arguments]

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["_cast_if_autocast_enabled"]
-
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
     """Returns ``args`` with floating tensors, also those in lists and dicts, in autocast's dtype; as they are where it is off."""

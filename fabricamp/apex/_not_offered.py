@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-__all__ = ["NOT_OFFERED", "tell_on_import"]
-
 _SHARDED: Final = "use torch.distributed.optim.ZeroRedundancyOptimizer or torch.distributed.fsdp"
 _ATTENTION: Final = "use torch.nn.functional.scaled_dot_product_attention"
 _COMPILED: Final = "use torch's modules under torch.compile"
@@ -40,7 +38,6 @@ NOT_OFFERED: Final = {
     "bnp": "use apex.contrib.groupbn",
     "distributed_adam_cuda": _SHARDED,
     "distributed_lamb_cuda": _SHARDED,
-    "fast_layer_norm": "use apex.contrib.layer_norm",
     "focal_loss_cuda": "use apex.contrib.focal_loss",
     "fused_adam_cuda": "use apex.contrib.optimizers.FusedAdam",
     "fused_dense_cuda": "use apex.fused_dense",
@@ -61,13 +58,22 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Raises for what is not offered: ``from apex import x`` would not show an error of :func:`__getattr__`'s."""
+        """Raises for what is not offered: ``from apex import x`` would not show an error of :func:`__getattr__`'s.
+
+        Who only asks, by ``importlib.util.find_spec``, gets None as from any other finder.
+        """
         known = name.removeprefix("fabricamp.")
-        if known in NOT_OFFERED:
+        if known in NOT_OFFERED and not _is_only_asked():
             raise ModuleNotFoundError(
                 f"fabricamp's apex has no {known}: {NOT_OFFERED[known]} (docs/from-apex.md)", name=known
             )
         return None
+
+
+def _is_only_asked() -> bool:
+    """Whether the import system asks for ``importlib.util.find_spec``, whose callers expect None and no error."""
+    asking = sys._getframe(3)  # behind find_spec of the finder and _find_spec of importlib
+    return asking.f_globals.get("__name__") == "importlib.util"
 
 
 def tell_on_import() -> None:

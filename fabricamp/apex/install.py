@@ -26,8 +26,9 @@ _NOT_IMPORTED: Final = frozenset({f"{_HOME}.__main__", f"{_HOME}._extensions.ape
 def install() -> None:
     """Makes ``import apex``, ``from apex.parallel import ...``, ``import amp_C`` and so on find fabricamp's.
 
-    Call it before the first of them; again changes nothing.  Processes that :mod:`multiprocessing` spawns find them too.  Raises
-    :class:`ConfigError` where another package of one of these names is imported already.
+    Call it before the first of them; again changes nothing.  Processes that :mod:`multiprocessing` spawns find them too.  apex's
+    classes then say ``apex`` in what is printed, and are pickled by those names; files that have ``fabricamp.apex`` go on loading.
+    Raises :class:`ConfigError` where another package of one of these names is imported already.
     """
     from fabricamp.apex._not_offered import tell_on_import
 
@@ -40,6 +41,7 @@ def install() -> None:
             importlib.import_module(module.name)
     for name in [name for name in sys.modules if name == _HOME or name.startswith(f"{_HOME}.")]:
         sys.modules[name.removeprefix("fabricamp.")] = sys.modules[name]
+        _name_classes(name)
     for name, home in extensions.items():
         sys.modules[name] = sys.modules[home]
     # A spawned process gets our sys.path, and nothing else, before it imports the script; in this folder it finds apex.
@@ -52,6 +54,16 @@ def share_with_children() -> None:
     """Lets Python processes that are started from here, by whatever way, find them too: by their environment."""
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(_EXTENSIONS)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXTENSIONS), *others])
+
+
+def _name_classes(name: str) -> None:
+    """Lets the classes of a public module say the name that scripts know it by."""
+    if any(part.startswith("_") for part in name.split(".")):
+        return
+    module = sys.modules[name]
+    for value in [getattr(module, one) for one in getattr(module, "__all__", ()) if one in vars(module)]:
+        if isinstance(value, type) and value.__module__ == name:
+            value.__module__ = name.removeprefix("fabricamp.")
 
 
 def _extension_names() -> list[str]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.callbacks.model_summary import ModelSummary
-    from fabricamp.callbacks.progress_bar import ProgressBar, RichProgressBar
+    from fabricamp.callbacks.progress.rich_progress import RichProgressBar
+    from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
+    from fabricamp.callbacks.progress_bar import ProgressBar
+    from fabricamp.callbacks.rich_model_summary import RichModelSummary
 
 __all__ = [
     "CALLBACKS",
@@ -28,7 +31,9 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",
+    "RichModelSummary",
     "RichProgressBar",
+    "TQDMProgressBar",
 ]
 
 _FILES = {
@@ -43,13 +48,17 @@ _FILES = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "ProgressBar": "progress_bar",
-    "RichProgressBar": "progress_bar",
+    "RichModelSummary": "rich_model_summary",
+    "RichProgressBar": "progress.rich_progress",
+    "TQDMProgressBar": "progress.tqdm_progress",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fabricamp.not_offered import missing
+
+        raise missing(__name__, name, _FILES)
     return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
 
 

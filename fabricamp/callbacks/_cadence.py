@@ -13,8 +13,6 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
-__all__ = ["Cadence", "Every", "parse_every"]
-
 _SECONDS = {
     "s": 1.0,
     "sec": 1.0,
@@ -57,6 +55,36 @@ def parse_every(text: str) -> Every:
         found[kind] = amount
     interval = timedelta(seconds=found["time"]) if "time" in found else None
     return Every(int(found.get("step", 0)), int(found.get("epoch", 0)), interval)
+
+
+def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
+    """What ``every`` says, or Lightning's three arguments with their default."""
+    if every is None:
+        others = steps or interval is not None
+        return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
+    if any(one is not None for one in (steps, epochs, interval)):
+        raise ConfigError(
+            f"ModelCheckpoint(every={every!r}) says all of when to save: leave every_n_train_steps, train_time_interval and "
+            "every_n_epochs out"
+        )
+    return parse_every(every)
+
+
+def check_cadence(every: str | None, steps: int, epochs: int, interval: timedelta | None) -> None:
+    """Raises :class:`ConfigError` for lengths that are none, and for several where ``every`` was not used."""
+    for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if length < 0:
+            raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
+    if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
+        raise ConfigError(
+            f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
+        )
+    lengths = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": interval}
+    given = [name for name, length in lengths.items() if length]
+    if len(given) > 1 and every is None:
+        raise ConfigError(
+            f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"
+        )
 
 
 class Cadence:

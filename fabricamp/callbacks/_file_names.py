@@ -13,8 +13,6 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FileName"]
-
 
 class FileName:
     """A template, taken apart once; raises :class:`ConfigError` where it cannot be filled with numbers."""
@@ -36,13 +34,13 @@ class FileName:
                 self.fields += (name,)
 
     def fill(self, metrics: Mapping[str, Tensor | float]) -> str:
-        """The name for these metrics; ``nan`` stands for one that was not logged yet."""
+        """The name for these metrics; 0 stands for one that was not logged, as in Lightning."""
         return "".join(text + self._show(name, spec, metrics) for text, name, spec in self._pieces)
 
     def _show(self, name: str | None, spec: str, metrics: Mapping[str, Tensor | float]) -> str:
         if name is None:
             return ""
-        value = metrics.get(name, math.nan)
+        value = metrics.get(name, 0)
         shown = _format(value.item() if isinstance(value, Tensor) else value, spec)
         # A slash in a metric's name would make a folder of the name's first half.
         return f"{name.replace('/', '_')}{self._equals}{shown}" if self._insert_names else shown

@@ -8,8 +8,6 @@ from typing import Any
 
 from fabricamp.errors import ConfigError
 
-__all__ = ["check_kind"]
-
 _KINDS: dict[str, tuple[type, ...]] = {
     "a string": (str,),
     "a path": (str, os.PathLike),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
     from fabricamp.trainer import Trainer
 
-__all__ = ["checks_at_train_epoch_end", "has_validation", "missing_monitor", "monitored_value"]
+logger = logging.getLogger("fabricamp")
 
 
 def has_validation(trainer: Trainer) -> bool:
@@ -21,9 +26,9 @@ def checks_at_train_epoch_end(trainer: Trainer) -> bool:
     """Whether every train epoch ends with all of its metrics there: validation runs at the end of each, or never."""
     if not has_validation(trainer):
         return True
-    interval = trainer.settings.val_check_interval
+    interval = trainer.val_check_interval
     # The integer 1 means "after every batch", and 1 == 1.0.
-    return trainer.settings.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
+    return trainer.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
 
 
 def monitored_value(trainer: Trainer, monitor: str) -> float | None:
@@ -41,3 +46,17 @@ def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
         else "nothing was logged so far; call self.log(name, value) in your steps"
     )
     return f"{what} found no metric {monitor!r}{nearest(monitor, known)} ({exist})"
+
+
+def told_of_zeros(
+    trainer: Trainer, filename: str | None, fields: Sequence[str], metrics: Mapping[str, Tensor | float]
+) -> bool:
+    """Warns of metrics that a file name asks for and nobody has logged; returns whether there are any."""
+    missing = [name for name in fields if name not in metrics]
+    if missing:
+        logger.warning(
+            "%s; 0 stands in file names for %s, and 'epoch' and 'step' always exist",
+            missing_monitor(trainer, f"ModelCheckpoint(filename={filename!r})", missing[0]),
+            ", ".join(map(repr, missing)),
+        )
+    return bool(missing)

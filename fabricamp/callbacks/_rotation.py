@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Kept"]
-
 _NEWEST = 2
 """So many of the newest files stay whatever their score: the very newest may be the one that the disk loses."""
 

@@ -12,8 +12,6 @@ from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Plan", "Planner"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -59,6 +57,8 @@ class Planner:
     first_version: int
     protected: str = ""
     """The file that training was resumed from: it stays while this run lasts."""
+    foreign: frozenset[str] = frozenset()
+    """Files that a checkpoint named, and that this callback did not write: they are ranked, and never touched."""
 
     def plan(self, kept: Kept, path: str, last: str, score: float | None) -> Plan:
         """Plans to save at ``path`` (where ``score`` is good enough) and at ``last``, either of which may be empty."""
@@ -66,7 +66,7 @@ class Planner:
         moves: tuple[tuple[str, str], ...] = ()
         if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
             staying = kept.files if self.top_k < 0 else kept.add("", score, self.top_k, self.mode).scores
-            leaving = frozenset(kept.files).difference(staying)
+            leaving = frozenset(kept.files).difference(staying, self.foreign)
             path = self._name(path, leaving)
             if path in leaving:
                 aside = self._aside(path)
@@ -78,10 +78,20 @@ class Planner:
             return Plan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
         return self._with_last(Plan(target=path, moves=moves, after=after), kept, last)
 
+    def tidied(self, kept: Kept) -> Kept:
+        """Removes what a killed run had replaced and not removed yet; returns what is left of ``kept``.
+
+        The next save would do it too, but a run that goes on at its limit makes none.
+        """
+        here = kept.without({file for file in kept.all() if not places.exists(file)})
+        plan = Plan(after=here, remove=self._removable(here.surplus(self.top_k)))
+        plan.rotate(link=False)
+        return here.without(plan.remove)
+
     def _with_last(self, plan: Plan, kept: Kept, last: str) -> Plan:
         """``plan`` with the file of ``save_last``, keeping the one that it replaces until the next time."""
         old = "" if kept.last in kept.files else kept.last  # an exception's file is a file like others
-        last = self._name(last, {old})
+        last = self._name(last, {old} - self.foreign)
         moves, spare = plan.moves, ""
         if old == last:
             spare = kept.spare if places.same_file(kept.spare, old) else self._aside(old)
@@ -118,4 +128,5 @@ class Planner:
         return name
 
     def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(path for path in paths if places.is_within(path, self.folder) and path != self.protected)
+        kept = self.foreign | {self.protected}
+        return tuple(path for path in paths if places.is_within(path, self.folder) and path not in kept)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-__all__ = ["Pairs", "Screen", "Track", "duration", "open_screen"]
-
 Pairs = list[tuple[str, str]]
 """What a line says: names and values, either of which may be empty."""
 
@@ -162,7 +160,10 @@ class _LiveScreen(Screen):
         self.interval = max(self._shortest, (monotonic() - started) / _SHARE_OF_TIME)
 
     def write(self, pairs: Pairs) -> None:
-        self._console.print(_spaced(pairs), soft_wrap=True)
+        from rich.text import Text
+
+        lines = _wrapped(pairs, self._console.width - len(_GAP))
+        self._console.print(Text("\n" + _GAP).join(lines), soft_wrap=True)
 
     def close(self, *, keep: bool) -> None:
         for handler, stream in self._moved:
@@ -216,8 +217,11 @@ def _spaced(pairs: Pairs) -> Text:
 
 
 def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:
+    """Lines of whole pairs, none wider than ``width`` where a pair is not."""
     line: Pairs = []
     for pair in pairs:
+        if not any(pair):
+            continue
         if line and len(_GAP) + _spaced([*line, pair]).cell_len > width:
             yield _spaced(line)
             line = []

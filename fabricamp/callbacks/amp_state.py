@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import Callback
-from fabricamp.checkpoint import apex_scales, fit_names, fitting, read_checkpoint, write_checkpoint
+from fabricamp.checkpoint import apex_scales, read_together, write_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fabricamp.module import TrainingModule
+    from fabricamp.precision import Precision
+    from fabricamp.precision.verdicts import Verdicts
     from fabricamp.trainer import Trainer
 
-__all__ = ["AmpState"]
-
 logger = logging.getLogger("fabricamp")
+
+_SECTIONS = ("weights", "optimizers", "precision")
 
 
 class AmpState(Callback):
@@ -51,15 +53,16 @@ class AmpState(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Counts overflows from here on."""
         self._due = trainer.global_step + 1
-        self._skipped, self._overflowed_at = trainer.precision.skipped_steps, -1
+        self._skipped, self._overflowed_at = _scale_and_skips(trainer.precision_plugin)[1], -1
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs with the Trainer's own values."""
         step = trainer.global_step
-        if trainer.precision.skipped_steps != self._skipped:
-            self._tell_of_overflow(trainer, step)
+        verdicts = trainer.precision_plugin.verdicts
+        if verdicts is not None and verdicts.skipped_steps != self._skipped:
+            self._tell_of_overflow(verdicts, step, tells=trainer.is_global_zero)
         if step < self._due:
             return
         every = trainer.log_every_n_steps
@@ -67,12 +70,12 @@ class AmpState(Callback):
         if step % every == 0:
             self._log(trainer, step)
 
-    def _tell_of_overflow(self, trainer: Trainer, step: int) -> None:
+    def _tell_of_overflow(self, verdicts: Verdicts, step: int, *, tells: bool) -> None:
         """Says once of several overflows in a row whose gradients they began with; reads them from the device."""
         goes_on, self._overflowed_at = step - self._overflowed_at <= 1, step
-        self._skipped = trainer.precision.skipped_steps
-        if trainer.is_global_zero and not goes_on and trainer.precision.nan_policy in (None, "skip"):
-            logger.warning("fabricamp: a step was skipped: %s", trainer.precision.explain(step))
+        self._skipped = verdicts.skipped_steps
+        if tells and not goes_on and verdicts.policy in (None, "skip"):
+            logger.warning("fabricamp: a step was skipped: %s", verdicts.explain(step))
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Logs where training ended."""
@@ -84,42 +87,25 @@ class AmpState(Callback):
         Every rank calls it; raises :class:`CheckpointError` on every rank.
         """
         trainer = self._running("save")
-        whole = trainer.precision.module_state(trainer.module, trainer.strategy.module_state(trainer.module))
         prefix = _prefix_of(trainer.module, model)
-        optimizers = [one.state_dict() for one in trainer.optimizers]
+        state = trainer.record.save(*_SECTIONS)
+        weights, optimizers = state["state_dict"], state["optimizer_states"]
         content = {
-            "model": {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)},
+            "model": {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)},
             "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
-            "amp": apex_scales(trainer.precision.state_dict()),
+            "amp": apex_scales(state["amp"]),
         }
-        problem = ""
-        if trainer.is_global_zero:
-            try:
-                write_checkpoint(path, content)
-            except CheckpointError as error:
-                problem = str(error)
-        if problem := trainer.strategy.broadcast(problem):
-            raise CheckpointError(problem)
+        trainer.strategy.on_rank_zero(lambda: write_checkpoint(path, content))
 
     def load(self, path: str | Path) -> None:
         """Takes weights, optimizer state and loss scale from apex's file; every rank calls it."""
         trainer = self._running("load")
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_together(str(path), trainer.strategy)
         if checkpoint.get("source") != "apex":
             raise CheckpointError(
                 f"{path} is not apex's file with 'model', 'optimizer' and 'amp'; give it to fit(ckpt_path=...)"
             )
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(trainer.optimizers):
-            raise CheckpointError(
-                f"{path} holds {len(states)} optimizers, configure_optimizers returned {len(trainer.optimizers)}"
-            )
-        with fitting(str(path), "content"):
-            names = set(trainer.module.state_dict())
-            trainer.module.load_state_dict(fit_names(checkpoint["state_dict"], names))
-            for optimizer, state in zip(trainer.optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
-            trainer.precision.load_state_dict(checkpoint["amp"])
+        trainer.record.restore(checkpoint, str(path), *_SECTIONS)
 
     def _running(self, name: str) -> Trainer:
         if self._trainer is None:
@@ -129,14 +115,20 @@ class AmpState(Callback):
     def _log(self, trainer: Trainer, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        skipped = trainer.precision.skipped_steps
+        scale, skipped = _scale_and_skips(trainer.precision_plugin)
         values = {
-            "amp/loss_scale": trainer.precision.scale,
+            "amp/loss_scale": scale,
             "amp/applied_steps": float(step - skipped),
             "amp/skipped_steps": float(skipped),
         }
-        for one in trainer.loggers:
-            one.log_metrics(values, step)
+        trainer.delivery.log_metrics(values, step)
+
+
+def _scale_and_skips(precision: Precision) -> tuple[float, int]:
+    """The loss scale and the skipped steps, as far as the host knows without waiting."""
+    if precision.verdicts is not None:
+        return precision.verdicts.scale, precision.verdicts.skipped_steps
+    return float(precision.state_dict().get("loss_scale", 1.0)), 0
 
 
 def _prefix_of(module: nn.Module, model: nn.Module | None) -> str:

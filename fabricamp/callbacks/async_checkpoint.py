@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, write_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.state import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fabricamp.callbacks._save_plan import Plan
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["AsyncCheckpoint"]
 
 
 class AsyncCheckpoint(ModelCheckpoint):
@@ -43,7 +42,7 @@ class AsyncCheckpoint(ModelCheckpoint):
     ) -> None:
         """Takes note of a write that has ended, then saves where it is time."""
         if self._writer is not None and self._writer.over:
-            self._take_in(self._writer)
+            self._take_in(self._writer.wait)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
@@ -54,9 +53,9 @@ class AsyncCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight come to its end, whatever happened to training; a second Ctrl-C does not wait for it."""
         writer, self._writer = self._writer, None
-        if writer is not None and trainer.state.stage is Stage.FIT:
+        if writer is not None and trainer.state.fitting:
             try:
-                self._take_in(writer)
+                self._take_in(writer.wait)
             except CheckpointError as error:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
         super().on_exception(trainer, module, exception)
@@ -72,6 +71,7 @@ class AsyncCheckpoint(ModelCheckpoint):
             return
 
         def put_away(path: str, state: dict[str, Any]) -> None:
+            trainer.delivery.barrier(state.get("global_step", 0))
             write_checkpoint(path, state)
             self._rotate(plan)
 
@@ -80,24 +80,19 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits, on every rank, for the write in flight; what went wrong with it is raised by all."""
-        if self._writer is None or not self._unsettled:
+        writer = self._writer
+        if writer is None or not self._unsettled:
             return
-        self._unsettled, problem = False, ""
-        try:
-            self._take_in(self._writer)
-        except CheckpointError as error:
-            problem = str(error)
-        problem = trainer.strategy.broadcast(problem)
-        if problem:
-            raise CheckpointError(problem)
+        self._unsettled = False
+        self._take_in(lambda: trainer.strategy.on_rank_zero(writer.wait))
 
-    def _take_in(self, writer: BackgroundWriter) -> None:
-        """Waits for the write and publishes its file; on ranks that do not write there is nothing to wait for."""
+    def _take_in(self, wait: Callable[[], None]) -> None:
+        """Publishes the file in flight, once ``wait`` has not raised; on ranks that do not write there is nothing to wait for."""
         plan, self._in_flight = self._in_flight, None
         try:
-            writer.wait()
+            wait()
         except CheckpointError:
-            self._saved_step = -1  # this step has no file yet
+            self._saved_step = self._judged_step = -1  # this step has no file yet
             raise
         if plan is not None:
             self._publish(plan)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fabricamp.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from torch import Tensor
     from torch.optim import Optimizer
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["CALLBACKS", "Callback"]
 
 
 class Callback:
@@ -32,6 +32,10 @@ class Callback:
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint; with its arguments where several of one class can be given."""
         return type(self).__qualname__
+
+    def accepts_state_of(self, key: str) -> bool:
+        """Whether the state under another key is this callback's too: of a run in which it had other arguments."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback: tensors, numbers, strings, lists and dicts."""
@@ -184,4 +188,19 @@ class Callback:
         """When training ends by an exception, Ctrl-C included."""
 
 
+_AnyCallback = TypeVar("_AnyCallback", bound=Callback)
+
 CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")
+
+
+def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any]) -> Iterator[tuple[_AnyCallback, Any]]:
+    """Returns each callback with its state: the one under its key, else one that it accepts and that is no other's."""
+    keys = {one.state_key for one in callbacks}
+    left = [key for key in states if key not in keys]
+    for one in callbacks:
+        key = one.state_key
+        if key not in states:
+            key = next((other for other in left if one.accepts_state_of(other)), "")
+            left = [other for other in left if other != key]
+        if key in states:
+            yield one, states[key]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
-__all__ = ["DivergenceCheck"]
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -6,17 +6,18 @@ import enum
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+
 from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
-from fabricamp.state import Stage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["EarlyStopping", "EarlyStoppingReason"]
 
 
 class EarlyStoppingReason(enum.Enum):
@@ -76,12 +77,18 @@ class EarlyStopping(Callback):
         self.log_rank_zero_only = log_rank_zero_only
         self.wait_count = 0
         self.stopped_epoch = 0
-        self.best_score = -math.inf if mode == "max" else math.inf
+        self._best = -math.inf if mode == "max" else math.inf
+        self.last_score: float | None = None
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._announced_missing = False
         self._check_arguments()
+
+    @property
+    def best_score(self) -> Tensor:
+        """The best value so far, on the CPU; infinite before the first check."""
+        return torch.tensor(self._best, dtype=torch.float64, device="cpu")
 
     @property
     def state_key(self) -> str:
@@ -93,7 +100,8 @@ class EarlyStopping(Callback):
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
-            "best_score": self.best_score,
+            "best_score": self._best,
+            "last_score": self.last_score,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
         }
@@ -102,15 +110,27 @@ class EarlyStopping(Callback):
         """Goes on counting from there; the patience stays the constructor's, so that a resumed run can be given more."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
-        self.best_score = float(state_dict["best_score"])
+        self._best = float(state_dict["best_score"])
+        last = state_dict.get("last_score")
+        self.last_score = None if last is None else float(last)
         self.stopping_reason = EarlyStoppingReason(
             state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
         )
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Forgets why an earlier ``fit`` was ended."""
+        """Ends a run at once that goes on from where it was ended, unless it is given more now; forgets an earlier ``fit``."""
+        reason, message = self.stopping_reason, self.stopping_reason_message
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+        if reason is EarlyStoppingReason.NOT_STOPPED or trainer.ckpt_path is None or self.last_score is None:
+            return
+        if reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            holds = self.wait_count >= self.patience
+        else:
+            holds = self._judge_at_once(self.last_score)[0] is not EarlyStoppingReason.NOT_STOPPED
+        if holds:
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            trainer.stop(message or reason.value)
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Checks, unless that is done at the end of the train epoch."""
@@ -140,7 +160,7 @@ class EarlyStopping(Callback):
         return checks_at_train_epoch_end(trainer)
 
     def _check(self, trainer: Trainer) -> None:
-        if trainer.state.stage is not Stage.FIT or trainer.fast_dev_run:
+        if not trainer.state.fitting or trainer.fast_dev_run:
             return
         # Epoch metrics are the same on every rank; a monitored step value is not, and ranks that disagree would wait for ever.
         current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
@@ -164,13 +184,13 @@ class EarlyStopping(Callback):
             self._announced_missing = True
             self._say(trainer, message)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Takes in the monitor's value; returns what follows from it and the words for it."""
+    def _judge_at_once(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Whether the value alone ends training."""
         shown = f"{self.monitor}={current:.6g}"
         if self.check_finite and not math.isfinite(current):
             return (
                 EarlyStoppingReason.NON_FINITE_METRIC,
-                f"{shown} is not finite; the best value was {self.best_score:.6g}",
+                f"{shown} is not finite; the best value was {self._best:.6g}",
             )
         if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
             return (
@@ -182,16 +202,24 @@ class EarlyStopping(Callback):
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
                 f"{shown} is worse than divergence_threshold={self.divergence_threshold}",
             )
+        return EarlyStoppingReason.NOT_STOPPED, ""
+
+    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Takes in the monitor's value; returns what follows from it and the words for it."""
+        self.last_score = current
+        reason, message = self._judge_at_once(current)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            return reason, message
         margin = self.min_delta if self.mode == "max" else -self.min_delta
-        if self._better(current - margin, self.best_score):
-            before, self.best_score, self.wait_count = self.best_score, current, 0
-            return EarlyStoppingReason.NOT_STOPPED, f"{shown} is better than {before:.6g}"
+        if self._better(current - margin, self._best):
+            before, self._best, self.wait_count = self._best, current, 0
+            return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor}={current:.6g} is better than {before:.6g}"
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, ""
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"{self.monitor} has not got better than {self.best_score:.6g} in {self.wait_count} checks",
+            f"{self.monitor} has not got better than {self._best:.6g} in {self.wait_count} checks",
         )
 
     def _better(self, value: float, than: float) -> bool:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
-__all__ = ["LearningRateMonitor"]
-
 
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, as it is before the step it belongs to.
@@ -81,8 +79,7 @@ class LearningRateMonitor(Callback):
                 values.update(self._values(name, optimizer))
         if values:
             self.last_values.update(values)
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step)
+            trainer.delivery.log_metrics(values, step)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
         groups = optimizer.param_groups

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fabricamp.callbacks._cadence import Cadence, Every, parse_every
+from fabricamp.callbacks._cadence import Cadence, check_cadence, chosen_cadence
+from fabricamp.callbacks._ckpt_path import files_beside, followed_folders
 from fabricamp.callbacks._file_names import FileName
 from fabricamp.callbacks._kinds import check_kind
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
+from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.callbacks._save_plan import Plan, Planner
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint import places
-from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.state import NON_FINITE, Stage
+from fabricamp.errors import ConfigError
+from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
+    from datetime import timedelta
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["ModelCheckpoint"]
 
 
 class ModelCheckpoint(Callback):
@@ -41,9 +42,9 @@ class ModelCheckpoint(Callback):
     case, so ``save_top_k=1`` shows one spare.  ``save_last``: True keeps the newest as ``last.ckpt`` too (the one before as
     ``last-previous.ckpt`` where nothing else holds it), "link" a symbolic link to it.
 
-    ``filename`` may hold metrics, as ``"{epoch}-{val_loss:.2f}"``; ``dirpath`` is ``checkpoints`` in the logger's folder by
-    default, and may be a URL that fsspec opens (``s3://bucket/run``).  Files of another run are never replaced or removed: a
-    taken name gets ``-v1`` (``enable_version_counter``).
+    ``filename`` may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for one that nobody logged; ``dirpath`` is
+    ``checkpoints`` in the logger's folder by default, and may be a URL that fsspec opens (``s3://bucket/run``).  Files of another
+    run are never replaced or removed: a taken name gets ``-v1`` (``enable_version_counter``).
 
     Ctrl-C and ``nan_policy="stop"`` write the checkpoint of that step, ``save_on_exception`` that of any other exception (one
     process only).
@@ -96,7 +97,7 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
         self.every = every
-        self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = _chosen(
+        self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = chosen_cadence(
             every, every_n_train_steps, every_n_epochs, train_time_interval
         )
         self._check_arguments()
@@ -104,7 +105,14 @@ class ModelCheckpoint(Callback):
         self.dirpath_given = dirpath is not None
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._kept = Kept()
+        self._lineage = Lineage()
+        self._foreign: frozenset[str] = frozenset()
+        self._restored = False  # since the last start of training
+        self._followed: tuple[str, ...] = ()
         self._writing: Kept | None = None
+        self._judged_step = (
+            -1
+        )  # the last one saved for its metrics: who goes on from a signal's file has still to judge that step
         self._start_at(0)
 
     @property
@@ -120,7 +128,9 @@ class ModelCheckpoint(Callback):
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """The top k, best first, with their scores."""
-        return {path: torch.tensor(score, dtype=torch.float64) for path, score in self._kept.scores.items()}
+        return {
+            path: torch.tensor(score, dtype=torch.float64, device="cpu") for path, score in self._kept.scores.items()
+        }
 
     @property
     def kth_best_model_path(self) -> str:
@@ -143,20 +153,45 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """Names metric and kind of cadence, not its length: a run may go on with another one."""
-        kinds = {"steps": self.every_n_train_steps, "time": self.train_time_interval, "epochs": self.every_n_epochs}
-        cadence = "+".join(kind for kind, given in kinds.items() if given) or "epochs"
+        """Names metric and cadence."""
+        lengths = self._lengths.values()
+        return f"{self._kind} every {', '.join(str(length) for length in lengths if length) or '0'}"
+
+    def accepts_state_of(self, key: str) -> bool:
+        """Also takes the state of a run whose cadence was of the same kind, and had another length."""
+        return key == self._kind or key.startswith(f"{self._kind} every ")
+
+    @property
+    def _lengths(self) -> dict[str, Any]:
+        return {"steps": self.every_n_train_steps, "time": self.train_time_interval, "epochs": self.every_n_epochs}
+
+    @property
+    def _kind(self) -> str:
+        cadence = "+".join(kind for kind, given in self._lengths.items() if given) or "epochs"
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
     def state_dict(self) -> dict[str, Any]:
         """The files; inside a checkpoint that is being written, that one is among them already."""
-        return {"dirpath": self.dirpath, **(self._writing or self._kept).state_dict()}
+        own = {"dirpath": self.dirpath, "judged_step": self._judged_step}
+        return {**own, **(self._writing or self._kept).state_dict(), **self._lineage.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with these files: those that are gone are forgotten at the next save, those elsewhere are never removed."""
+        """Goes on with these files, where they lie in ``dirpath`` or where the checkpoint does; only its own are ever removed."""
         self.dirpath = self.dirpath or state_dict["dirpath"]
-        self._kept = Kept.from_state_dict(state_dict)
+        self._judged_step = int(state_dict.get("judged_step", -1))
+        kept = Kept.from_state_dict(state_dict)
+        self._kept = kept.without({name for name in kept.all() if not self._may_follow(name)})
+        self._foreign = frozenset(kept.all())  # until training starts, and their own words are read
+        self._lineage = Lineage.from_state_dict(state_dict)
+        self._restored = True
+
+    def _may_follow(self, name: str) -> bool:
+        """Whether a name that a checkpoint brought is one of a file that this callback would write, in a folder of this run."""
+        if not self._followed:  # no run has begun: nothing is opened or removed yet
+            return True
+        own = name.endswith(self.FILE_EXTENSION)
+        return own and any(places.may_follow(name, folder) for folder in self._followed)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
@@ -170,6 +205,7 @@ class ModelCheckpoint(Callback):
         """Decides the folder, the same on every rank."""
         if stage != "fit":
             return
+        self._judged_step = -1
         if self.save_on_exception and trainer.world_size > 1:
             raise ConfigError(
                 f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
@@ -177,32 +213,52 @@ class ModelCheckpoint(Callback):
             )
         if not self.dirpath_given:
             self.dirpath = places.join(places.normal(trainer.log_dir or trainer.default_root_dir), "checkpoints")
-        problem = places.unusable(self.dirpath or "") if trainer.is_global_zero and not trainer.fast_dev_run else ""
-        self.dirpath, problem = trainer.strategy.broadcast((self.dirpath, problem))
-        if problem:
-            raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
+        self.dirpath = trainer.strategy.on_rank_zero(lambda: self._usable_folder(trainer))
+        self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
 
     def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
         """Starts counting; the state that training starts from needs no checkpoint."""
+        self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._stock(trainer))
+        self._restored = False
         self._start_at(trainer.global_step)
+
+    def _usable_folder(self, trainer: Trainer) -> str | None:
+        """The folder; raises :class:`ConfigError` where nothing can be written there."""
+        if not trainer.fast_dev_run and (problem := places.unusable(self.dirpath or "")):
+            raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
+        return self.dirpath
+
+    def _stock(self, trainer: Trainer) -> tuple[Kept, frozenset[str], Lineage]:
+        """What is there to go on from: this run's files, those of others, and the attempts before this one."""
+        lineage = self._lineage.go_on(trainer.global_step if trainer.ckpt_path else sys.maxsize)
+        if not self._restored:
+            return self._kept, self._foreign, lineage
+        kept, foreign, lineage = take_stock(self._kept, lineage, files_beside(trainer, self), self._may_follow)
+        return dataclasses.replace(self._planner(trainer), foreign=foreign).tidied(kept), foreign, lineage
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Signs the files that it writes."""
+        if self._writing is None:
+            return
+        checkpoint[WRITTEN_BY] = self._lineage.attempt
+        checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights alone have none
 
     def _start_at(self, step: int) -> None:
         self._saved_step = step
-        self._metrics_complete = self._validated = self._unjudged = False
+        self._metrics_complete = self._validated = self._unjudged = self._told_of_zeros = False
         self._cadence.start(step)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves where the step or the time has come."""
-        if trainer.global_step < self._cadence.next_look:
-            return
-        if self._cadence.is_due(trainer.global_step, trainer.strategy):
+        step, cadence = trainer.global_step, self._cadence
+        if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
         """Saves after validation, unless that is done at the end of the train epoch."""
-        if trainer.state.stage is not Stage.FIT:
+        if not trainer.state.fitting:
             return
         self._validated = True
         if not self._at_train_epoch_end(trainer):
@@ -215,12 +271,12 @@ class ModelCheckpoint(Callback):
             self._save_epoch(trainer)
         if self._metrics_complete and self._unjudged:
             self._unjudged = False
-            self._judge_names(trainer, ranked=True)
+            self._judge_monitor(trainer, ranked=True)
 
     def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
         """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
         stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
-        if not (self.save_on_exception or stopped) or trainer.state.stage is not Stage.FIT:
+        if not (self.save_on_exception or stopped) or not trainer.state.fitting:
             return
         if self._saved_step != trainer.global_step:
             self._save(trainer, ranked=False)
@@ -233,13 +289,14 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
         """Writes what rank 0 plans, then rotates, then publishes the new paths; called by every rank."""
-        if trainer.fast_dev_run or self._saved_step == trainer.global_step or not (self.save_top_k or self.save_last):
+        done = self._judged_step if ranked else self._saved_step
+        if trainer.fast_dev_run or done == trainer.global_step or not (self.save_top_k or self.save_last):
             return
-        self._judge_names(trainer, ranked=ranked)
-        plan = trainer.strategy.broadcast(self._plan(trainer, ranked=ranked) if trainer.is_global_zero else Plan())
+        self._judge_monitor(trainer, ranked=ranked)
+        plan = trainer.strategy.on_rank_zero(lambda: self._plan(trainer, ranked=ranked))
         if not plan.target:
             return
-        _on_rank_zero(trainer, plan.make_room)
+        self._judged_step = trainer.global_step if ranked else self._judged_step
         self._write(trainer, plan)
         self._saved_step = trainer.global_step
         if self.verbose:
@@ -247,7 +304,7 @@ class ModelCheckpoint(Callback):
 
     def _write(self, trainer: Trainer, plan: Plan) -> None:
         self._hand_over(trainer, plan)
-        _on_rank_zero(trainer, lambda: self._rotate(plan))
+        trainer.strategy.on_rank_zero(lambda: self._rotate(plan))
         self._publish(plan)
 
     def _hand_over(
@@ -269,17 +326,19 @@ class ModelCheckpoint(Callback):
         self._kept = plan.after.without(plan.remove)
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
-        """Rank 0's decision: which file, under which name, instead of which others."""
+        """Rank 0's decision: which file, under which name, instead of which others; makes room for it."""
         metrics = self._metrics(trainer)
-        score = None
-        if ranked and self.monitor is not None and self.monitor in metrics:
-            score = float(metrics[self.monitor])
+        found = metrics.get(self.monitor) if ranked and self.monitor is not None else None
+        score = None if found is None else float(found)
         rankable = score is not None or self.monitor is None or not ranked  # else not logged yet
         path = self.format_checkpoint_name(metrics) if self.save_top_k and rankable else ""
         last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
+        if path and not self._told_of_zeros:
+            self._told_of_zeros = told_of_zeros(trainer, self.filename, self._template(self.filename).fields, metrics)
         plan = self._planner(trainer).plan(self._kept, path, last, score)
         if not ranked and not last:
             plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
+        plan.make_room()
         return plan
 
     def _planner(self, trainer: Trainer) -> Planner:
@@ -292,30 +351,27 @@ class ModelCheckpoint(Callback):
             join=self.CHECKPOINT_JOIN_CHAR,
             first_version=self.STARTING_VERSION,
             protected=places.normal(trainer.ckpt_path) if trainer.ckpt_path else "",
+            foreign=self._foreign,
         )
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
-    def _judge_names(self, trainer: Trainer, *, ranked: bool) -> None:
-        """Raises where a metric is missing that every epoch should have logged by now; notes those that may still come."""
-        metrics = self._metrics(trainer)
-        wanted = (*((self.monitor,) if self.monitor else ()), *self._template(self.filename).fields)
-        missing = [name for name in wanted if name not in metrics]
+    def _judge_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
+        """Raises where the monitor is missing that every epoch should have logged by now; notes one that may still come."""
+        missing = self.monitor is not None and self.monitor not in self._metrics(trainer)
         if ranked and missing and self._metrics_complete:
-            what = "monitor" if missing[0] == self.monitor else "filename"
-            given = f"ModelCheckpoint({what}={getattr(self, what)!r})"
-            raise ConfigError(f"{missing_monitor(trainer, given, missing[0])}; 'epoch' and 'step' always exist")
-        self._unjudged = self._unjudged or bool(missing)
+            given = f"ModelCheckpoint(monitor={self.monitor!r})"
+            raise ConfigError(f"{missing_monitor(trainer, given, str(self.monitor))}; 'epoch' and 'step' always exist")
+        self._unjudged = self._unjudged or missing
 
     def _template(self, filename: str | None) -> FileName:
         template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         return FileName(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=self.auto_insert_metric_name)
 
     def _at_train_epoch_end(self, trainer: Trainer) -> bool:
-        if self._save_on_train_epoch_end is not None:
-            return self._save_on_train_epoch_end
-        return checks_at_train_epoch_end(trainer)
+        chosen = self._save_on_train_epoch_end
+        return checks_at_train_epoch_end(trainer) if chosen is None else chosen
 
     def _check_arguments(self) -> None:
         """Raises :class:`ConfigError` for what cannot work, whatever the run."""
@@ -325,59 +381,13 @@ class ModelCheckpoint(Callback):
         if self.save_last not in (None, True, False, "link"):
             raise ConfigError(f"ModelCheckpoint(save_last={self.save_last!r}): choose True, False or 'link'")
         if self.save_top_k < -1:
-            raise ConfigError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}): choose a number, 0 for none or -1 for all"
-            )
+            raise ConfigError(f"ModelCheckpoint(save_top_k={self.save_top_k}): give a number, 0 for none, -1 for all")
         if self.monitor is None and self.save_top_k > 1:
             raise ConfigError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: nothing tells the best ones; name a metric, or "
-                "keep the newest with monitor='step', mode='max'"
+                f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
             )
-        self._check_cadence()
-
-    def _check_cadence(self) -> None:
-        for name in ("every_n_train_steps", "every_n_epochs"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"ModelCheckpoint({name}={getattr(self, name)}): choose 1 or more, or 0 for never")
-        interval = self.train_time_interval
-        if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
-            raise ConfigError(
-                f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
-            )
-        given = [
-            name for name in ("every_n_train_steps", "every_n_epochs", "train_time_interval") if getattr(self, name)
-        ]
-        if len(given) > 1 and self.every is None:
-            raise ConfigError(
-                f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"
-            )
-
-
-def _chosen(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
-    """What ``every`` says, or Lightning's three arguments with their default."""
-    if every is None:
-        others = steps or interval is not None
-        return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
-    if any(one is not None for one in (steps, epochs, interval)):
-        raise ConfigError(
-            f"ModelCheckpoint(every={every!r}) says all of when to save: leave every_n_train_steps, train_time_interval and "
-            "every_n_epochs out"
-        )
-    return parse_every(every)
+        check_cadence(self.every, self.every_n_train_steps, self.every_n_epochs, self.train_time_interval)
 
 
 def _score(value: float | None) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64)
-
-
-def _on_rank_zero(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Runs ``action`` on rank 0 while the others wait; what goes wrong there is raised by all."""
-    problem = ""
-    if trainer.is_global_zero:
-        try:
-            action()
-        except CheckpointError as error:
-            problem = str(error)
-    problem = trainer.strategy.broadcast(problem)
-    if problem:
-        raise CheckpointError(problem)
+    return None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")

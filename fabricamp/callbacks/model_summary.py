@@ -9,27 +9,26 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision import OptLevel
+from fabricamp.precision.casting import convertible_modules
+from fabricamp.precision.conversion import tensors_to_convert
+from fabricamp.precision.named import precision_from
+from fabricamp.precision.opt_levels import LEVELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor
 
     from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.precision.opt_levels import Level
     from fabricamp.trainer import Trainer
-
-__all__ = ["Count", "ModelSummary", "Row", "Summary", "summarize"]
-
-_FP32_BYTES = 4
-
-_HALF_MODEL = {"O2": "O2", "O3": "O3", "O5": "O5", "16-true": "O3", "bf16-true": "O3"}
-_FULL_MODEL = {"O0", "O1", "O4", "32", "32-true", "16-mixed", "bf16-mixed", "64-true"}
-_WITH_MASTERS = {"O2", "O5"}
 
 _COLUMNS = ("Name", "Type", "Params", "Trainable", "Size")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -47,7 +46,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LayerSummary:
     """One part of the module; what it contains is counted in it."""
 
     name: str
@@ -71,7 +70,7 @@ class Row:
 class Summary:
     """What :func:`summarize` found; ``str`` gives plain text."""
 
-    rows: list[Row]
+    rows: list[LayerSummary]
     total: Count
     opt_level: str
     memory: dict[str, int]
@@ -89,7 +88,6 @@ class Summary:
         lines = [
             f"{self.total.params:,} parameters: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
             f"Memory at {self.opt_level}: {parts or '0 B'} = {_size(sum(self.memory.values()))}",
-            "  in each process; optimizer state and activations come on top",
         ]
         if self.tied:
             more = f" and {len(self.tied) - 3} more" if len(self.tied) > 3 else ""
@@ -123,7 +121,7 @@ class Summary:
             for row in self.rows:
                 table.add_row(*map(Text, row.cells()))
             console.print(table)
-        console.print(Text("\n".join(self.notes())), soft_wrap=True)
+        console.print(Text("\n".join(self.notes())))
 
 
 class ModelSummary(Callback):
@@ -145,37 +143,37 @@ class ModelSummary(Callback):
             return
         memory = _memory_as_it_is(module)
         own = {id(parameter) for parameter in module.parameters()}
-        updated = (
-            tensor for optimizer in trainer.optimizers for group in optimizer.param_groups for tensor in group["params"]
-        )
+        updated = [tensor for optimizer in trainer.optimizers for tensor in owned_parameters(optimizer)]
         memory["masters"] = sum(_bytes(tensor) for tensor in _once(updated) if id(tensor) not in own)
-        memory["gradient sums"] = sum(map(_bytes, trainer.precision.accumulation_buffers() or ()))
+        memory["gradient sums"] = sum(
+            _bytes(one)
+            for optimizer in trainer.optimizers
+            for one in trainer.precision_plugin.gradients(optimizer).tensors
+        )
         Summary(
             rows=_rows(module, self.max_depth),
             total=_count(module),
-            opt_level=trainer.precision.name,
+            opt_level=trainer.precision_plugin.name,
             memory=memory,
             tied=_tied(module),
         ).show()
 
 
-def summarize(module: nn.Module, max_depth: int = 1, opt_level: str = "O0") -> Summary:
+def summarize(module: nn.Module, max_depth: int = 1, opt_level: str | Precision = "O0") -> Summary:
     """Returns what ``module`` consists of and takes at ``opt_level``, converted already or not.
 
-    Counted are weights and buffers in the dtype they will have, fp32 masters of the trainable half weights (O2, O5), and
-    one gradient for each trainable weight in the weight's dtype.
+    ``opt_level`` is what ``Trainer(precision=...)`` takes, an ``OptLevel`` with options too.  Counted are weights and buffers in
+    the dtype they will have, fp32 masters of the trainable half weights (O2, O5), and one gradient for each trainable weight in
+    the weight's dtype.  Raises :class:`ConfigError` for an unknown name.
 
     Example:
         >>> print(summarize(torch.nn.Linear(32, 2), opt_level="O2"))
     """
     _check_depth(max_depth)
-    known = [*_HALF_MODEL, *_FULL_MODEL]
-    if opt_level not in known:
-        raise ConfigError(
-            f"opt_level={opt_level!r} is not known{nearest(opt_level, known)} (known: {', '.join(sorted(known))})"
-        )
-    memory = _predicted_memory(module, opt_level)
-    return Summary(_rows(module, max_depth), _count(module), opt_level, memory, _tied(module))
+    precision = precision_from(opt_level)
+    level = precision.level if isinstance(precision, OptLevel) else LEVELS["O0"]
+    name = opt_level if isinstance(opt_level, str) else precision.name
+    return Summary(_rows(module, max_depth), _count(module), name, _predicted_memory(module, level), _tied(module))
 
 
 def _check_depth(max_depth: int) -> None:
@@ -185,17 +183,17 @@ def _check_depth(max_depth: int) -> None:
         )
 
 
-def _rows(module: nn.Module, max_depth: int) -> list[Row]:
+def _rows(module: nn.Module, max_depth: int) -> list[LayerSummary]:
     if max_depth == 0:
         return []
     rows = [
-        Row(name, type(part).__name__, _count(part))
+        LayerSummary(name, type(part).__name__, _count(part))
         for name, part in module.named_modules(remove_duplicate=False)
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
     own = _count(module, recurse=False)
     # Without it the rows would not add up to the total.
-    return [Row("(own)", type(module).__name__, own), *rows] if own.params or own.size or own.lazy else rows
+    return [LayerSummary("(own)", type(module).__name__, own), *rows] if own.params or own.size or own.lazy else rows
 
 
 def _count(module: nn.Module, *, recurse: bool = True) -> Count:
@@ -220,39 +218,23 @@ def _memory_as_it_is(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _predicted_memory(module: nn.Module, opt_level: str) -> dict[str, int]:
-    level = _HALF_MODEL.get(opt_level)
-    memory: Counter[str] = Counter(weights=0, buffers=0, gradients=0, masters=0)
-    for owner, tensor in _owned_tensors(module):
-        width = tensor.element_size()
-        if tensor.is_floating_point():
-            width = _width(owner, tensor, opt_level)
+def _predicted_memory(module: nn.Module, level: Level) -> dict[str, int]:
+    choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
+    chosen = list(convertible_modules(module, **choice))
+    dtype = level.cast_model_type
+    converted = set() if dtype is None else {id(tensor) for tensor in tensors_to_convert(module, chosen)}
+    memory = Counter(weights=0, buffers=0, gradients=0, masters=0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not _has_shape(tensor):
+            continue
+        cast = dtype is not None and id(tensor) in converted
+        size = tensor.numel() * dtype.itemsize if cast and dtype is not None else _bytes(tensor)
         is_weight = isinstance(tensor, nn.Parameter)
-        memory["weights" if is_weight else "buffers"] += tensor.numel() * width
+        memory["weights" if is_weight else "buffers"] += size
         if is_weight and tensor.requires_grad:
-            memory["gradients"] += tensor.numel() * width
-            memory["masters"] += tensor.numel() * _FP32_BYTES if level in _WITH_MASTERS and width < _FP32_BYTES else 0
+            memory["gradients"] += size
+            memory["masters"] += tensor.numel() * torch.float32.itemsize if cast and level.master_weights else 0
     return dict(memory)
-
-
-def _width(owner: nn.Module, tensor: Tensor, opt_level: str) -> int:
-    """Bytes of one element of ``tensor`` once its module is converted."""
-    if opt_level == "64-true":
-        return torch.float64.itemsize
-    level = _HALF_MODEL.get(opt_level)
-    if level is None or (level in _WITH_MASTERS and isinstance(owner, _BatchNorm)):
-        return tensor.element_size()
-    return torch.float16.itemsize
-
-
-def _owned_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Each parameter and buffer that has a shape, once, with the module that it belongs to."""
-    seen: set[int] = set()
-    for owner in module.modules():
-        for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)):
-            if id(tensor) not in seen and _has_shape(tensor):
-                seen.add(id(tensor))
-                yield owner, tensor
 
 
 def _tied(module: nn.Module) -> list[str]:

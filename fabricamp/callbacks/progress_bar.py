@@ -12,24 +12,24 @@ from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fabricamp.callbacks._screens import Pairs, Screen
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["ProgressBar", "RichProgressBar"]
 
 _FREE_LINES = 100
 """So many lines stay whatever their pace; after them at most one a second: tiny epochs shall not flood a log."""
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batch, speed and the last flushed ``prog_bar`` metrics; leaves a line an epoch.
+    """Shows epoch, batch, speed and the ``prog_bar`` metrics, ``lr`` and loss ``scale`` where they move; leaves a line an epoch.
 
-    Only rank 0 shows it.  It draws at most ``refresh_rate_hz`` times a second, less often where drawing would take more
-    than 1 % of the time, without a thread and without reading a tensor.  Where stdout is no terminal (file, pipe, CI,
-    ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their line too.
+    Only rank 0 shows it.  On a GPU a step's values are those of the picture before, or the one before that; the epoch's line is
+    exact.  ``validate`` and ``test`` show theirs in a table.  It draws at most ``refresh_rate_hz`` times a second, less often
+    where drawing would take more than 1 % of the time, without a thread and without waiting for a tensor.  Where stdout is no
+    terminal (file, pipe, CI, ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their
+    line too.
 
     Example:
         >>> trainer = Trainer(callbacks=[ProgressBar(refresh_rate_hz=1)])
@@ -44,6 +44,7 @@ class ProgressBar(Callback):
                 f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of pictures a second, "
                 "above 0 and up to 60; for no bar at all pass enable_progress_bar=False to the Trainer"
             )
+        self.is_enabled = True
         self._interval = 1 / refresh_rate_hz
         self._stage = ""
         self._reset()
@@ -58,9 +59,28 @@ class ProgressBar(Callback):
         self._label = ""
         self._totals: list[float] = []
         self._loader = 0
+        self._shown: Pairs = []
         self._pending: Pairs | None = None
         self._num_lines = 0
         self._last_line = -math.inf
+
+    # -- what subclasses use and override ------------------------------------------------------------------------------
+
+    def get_metrics(self, trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
+        """Returns the values that stand beside the bar: numbers, or text as it is shown; override it to change them."""
+        values: dict[str, Any] = dict(trainer.progress_bar_metrics)
+        for name, value in _moving(trainer):
+            values.setdefault(name, value)
+        return values
+
+    def enable(self) -> None:
+        """Shows the bar again, from where the next one opens."""
+        self.is_enabled = True
+
+    def disable(self) -> None:
+        """Shows nothing."""
+        self.is_enabled = False
+        self._close(keep=True)
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -77,7 +97,8 @@ class ProgressBar(Callback):
         """Gives the terminal back, with the bar as it stands."""
         if self._screen is not None and self._screen.is_live:
             self._advance_train(trainer, trainer.state.batch_idx)
-            self._draw(trainer)
+            # With the metrics of the last picture: a look at the device might fail by what the exception tells of.
+            self._draw_tracks()
         self._close(keep=True)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -87,7 +108,7 @@ class ProgressBar(Callback):
         if not trainer.is_global_zero:
             return
         number, last = trainer.current_epoch + 1, trainer.max_epochs
-        label = f"epoch {number}/{int(last)}" if last < math.inf else f"epoch {number}"
+        label = f"epoch {number}/{last}" if last >= 0 else f"epoch {number}"
         self._train = Track(label, done=trainer.state.batch_idx)
         self._train.total = _train_total(trainer, self._train.done)
         self._open(trainer)
@@ -115,7 +136,7 @@ class ProgressBar(Callback):
         cut_short = train.total is not None and train.done < train.total
         position = [("", train.position)] if cut_short else []
         time = ("", duration(monotonic() - train.started))
-        self._pending = [(train.label, ""), *position, *_step_and_metrics(trainer), time, ("", train.mean_pace)]
+        self._pending = [(train.label, ""), *position, *self._step_and_metrics(trainer), time, ("", train.mean_pace)]
         self._train = None
         self._write_pending()
 
@@ -142,7 +163,7 @@ class ProgressBar(Callback):
             return
         self._evaluation = None
         train.resume()
-        self._pending = [(train.label, ""), ("", train.position), *_step_and_metrics(trainer), ("", train.pace)]
+        self._pending = [(train.label, ""), ("", train.position), *self._step_and_metrics(trainer), ("", train.pace)]
         if train.total is not None and train.done < train.total:
             self._write_pending()
 
@@ -204,8 +225,8 @@ class ProgressBar(Callback):
         self._outdated = self._stage == "fit"  # the first batch may take long: it shall not look like the sanity check
         if track is None or self._outdated:
             return
-        metrics = [] if self._stage == "predict" else _metrics(trainer)
-        self._pending = [(self._label, ""), *metrics, ("", duration(monotonic() - self._opened))]
+        # Its values follow in a table.
+        self._pending = [(self._label, ""), ("", duration(monotonic() - self._opened))]
         self._write_pending(in_any_case=True)
         self._close(keep=False)
 
@@ -217,7 +238,7 @@ class ProgressBar(Callback):
             self._train.total = _train_total(trainer, done)
 
     def _open(self, trainer: Trainer) -> None:
-        if self._screen is not None:
+        if self._screen is not None or not self.is_enabled:
             return
         self._screen = open_screen(self._interval)
         self._due = monotonic() + self._screen.interval
@@ -228,9 +249,15 @@ class ProgressBar(Callback):
         if self._screen is None:
             self._due = math.inf
             return
+        self._shown = self._step_and_metrics(trainer) if self._train is not None else []
+        self._draw_tracks()
+
+    def _draw_tracks(self) -> None:
         tracks = [track for track in (self._train, self._evaluation) if track is not None]
+        if self._screen is None or not tracks:  # none is open between two epochs, or before the first
+            return
         try:
-            self._screen.draw(tracks, _step_and_metrics(trainer) if self._train is not None else [])
+            self._screen.draw(tracks, self._shown)
         except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
             self._close(keep=False)
             return
@@ -251,6 +278,10 @@ class ProgressBar(Callback):
         self._last_line = now
         self._due = now + self._screen.interval
 
+    def _step_and_metrics(self, trainer: Trainer) -> Pairs:
+        values = self.get_metrics(trainer, trainer.module)
+        return [("step", str(trainer.global_step)), *((name, _as_text(value)) for name, value in values.items())]
+
     def _close(self, *, keep: bool) -> None:
         screen = self._screen
         self._reset()
@@ -266,25 +297,26 @@ def _finite(number: float) -> int | None:
 def _train_total(trainer: Trainer, done: int) -> int | None:
     """How many micro-batches the epoch will have had, where known: by the loader or by ``max_steps``."""
     batches = _finite(trainer.num_training_batches)
-    if trainer.max_steps == math.inf:
+    if trainer.max_steps < 0:
         return batches
     window = trainer.accumulate_grad_batches
-    end = done - done % window + (int(trainer.max_steps) - trainer.global_step) * window
+    end = done - done % window + (trainer.max_steps - trainer.global_step) * window
     return end if batches is None else min(batches, end)
 
 
-def _step_and_metrics(trainer: Trainer) -> Pairs:
-    return [("step", str(trainer.global_step)), *_metrics(trainer)]
+def _moving(trainer: Trainer) -> Iterator[tuple[str, float]]:
+    """The learning rate where a scheduler moves it, and the loss scale where it is dynamic, as the host knows them."""
+    for config in trainer.lr_scheduler_configs[:1]:
+        rate = config.scheduler.optimizer.param_groups[0]["lr"]
+        if isinstance(rate, int | float):  # reading a tensor might wait for the device
+            yield "lr", float(rate)
+    verdicts = trainer.precision_plugin.verdicts
+    if verdicts is not None and verdicts.dynamic:
+        yield "scale", verdicts.scale
 
 
-def _metrics(trainer: Trainer) -> Pairs:
-    return [(name, _number(value)) for name, value in trainer.progress_bar_metrics.items()]
-
-
-def _number(value: float) -> str:
+def _as_text(value: Any) -> str:
     """Four significant digits, and always as many of them, so that the line does not jump."""
+    if not isinstance(value, int | float):
+        return str(value)
     return f"{value:.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:#.4g}"
-
-
-RichProgressBar = ProgressBar
-"""Lightning's name, for scripts that only change their import."""

@@ -9,37 +9,26 @@ from fabricamp.checkpoint.file import (
     copy_checkpoint,
     link_checkpoint,
     read_checkpoint,
-    verify_checkpoint,
     write_checkpoint,
 )
-from fabricamp.checkpoint.fitting import (
-    check_counters,
-    check_optimizer_states,
-    fitting,
-    read_together,
-    step_due_schedules,
-)
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
-from fabricamp.checkpoint.search import choose_checkpoint, read_header
+from fabricamp.checkpoint.record import read_together
+from fabricamp.checkpoint.search import Candidates, how_far, read_header
 
 __all__ = [
     "PARTIAL_SUFFIX",
     "BackgroundWriter",
+    "Candidates",
     "HostCopy",
     "apex_scales",
     "check_content",
-    "check_counters",
-    "check_optimizer_states",
-    "choose_checkpoint",
     "copy_checkpoint",
     "fit_names",
-    "fitting",
+    "how_far",
     "link_checkpoint",
     "plain",
     "read_checkpoint",
     "read_header",
     "read_together",
-    "step_due_schedules",
-    "verify_checkpoint",
     "write_checkpoint",
 ]

@@ -15,8 +15,6 @@ from fabricamp.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BackgroundWriter", "HostCopy", "on_host"]
-
 
 class HostCopy:
     """Copies of a checkpoint in host memory, pinned where tensors are on a GPU; each one reuses the memory of the one before.
@@ -81,7 +79,7 @@ class _Copies:
             result = values.cpu().clone()
         else:
             memory = self._memory_of(values.untyped_storage())
-            result = torch.empty(0, dtype=values.dtype)
+            result = torch.empty(0, dtype=values.dtype, device="cpu")
             result.set_(memory, values.storage_offset(), values.shape, values.stride())
         if isinstance(tensor, nn.Parameter):
             result = nn.Parameter(result, requires_grad=tensor.requires_grad)
@@ -100,7 +98,7 @@ class _Copies:
         pinned, size, place = storage.device.type == "cuda", storage.nbytes(), len(self.used)
         buffer = buffers[place] if place < len(buffers) else None
         if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)
         buffer.memory.copy_(storage, non_blocking=pinned)
         self.used.append(buffer)

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fabricamp.environment import FromEnvironment, resolved
 from fabricamp.errors import CheckpointError
 
-__all__ = ["check_content", "plain", "structure", "tensors_in"]
+PRIVATE = "private"
+"""The key of a checkpoint that only its owner may read."""
 
 _VALUES = frozenset(
     {bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout},
@@ -49,9 +51,14 @@ def tensors_in(value: object, name: str = "checkpoint") -> list[Tensor]:
 def structure(value: object) -> str:
     """Returns a digest of keys, plain values, and the tensors' shapes and dtypes: the same before writing and after reading.
 
-    The tensors' values are what the file's own checksums are for.
+    The tensors' values are what the file's own checksums are for.  Raises :class:`CheckpointError` where it is nested too deeply.
     """
-    return _digest(value, {}).hex()
+    try:
+        return _digest(value, {}).hex()
+    except RecursionError:
+        raise CheckpointError(
+            "it holds lists or dicts within each other, deeper than Python can follow; flatten them"
+        ) from None
 
 
 def _digest(value: object, known: dict[int, bytes]) -> bytes:
@@ -79,11 +86,12 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
 def plain(value: Any) -> Any:
     """Returns ``value`` with OmegaConf containers, namespaces and other mappings as dicts, and paths as strings.
 
-    Interpolations are resolved.  Anything else stays what it is, for :func:`check_content` to judge.
+    Interpolations are resolved, but for what the environment says: of that the reference is given.  Anything else stays what it is,
+    for :func:`check_content` to judge.
     """
     omegaconf = sys.modules.get("omegaconf")  # where nobody has imported it, no value is one of its containers
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
-        return plain(omegaconf.OmegaConf.to_container(value, resolve=True, enum_to_str=True))
+        return plain(resolved(value, enum_to_str=True).written)
     if isinstance(value, argparse.Namespace):
         return plain(vars(value))
     if isinstance(value, Mapping):
@@ -92,7 +100,7 @@ def plain(value: Any) -> Any:
         return type(value)(plain(item) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value
+    return value.reference if isinstance(value, FromEnvironment) else value
 
 
 def _parts(path: str, item: object) -> list[tuple[str, object]]:

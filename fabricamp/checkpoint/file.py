@@ -8,29 +8,24 @@ import fcntl
 import os
 import pickle
 import secrets
+import stat
 import zipfile
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from fabricamp.checkpoint import places
 from fabricamp.checkpoint.background import on_host
-from fabricamp.checkpoint.content import check_content, structure
+from fabricamp.checkpoint.content import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.foreign import translated
+from fabricamp.checkpoint.formats import upgraded
+from fabricamp.checkpoint.seal import SealingFile, check_members, is_sealed
 from fabricamp.errors import CheckpointError, nearest
+from fabricamp.files import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = [
-    "PARTIAL_SUFFIX",
-    "copy_checkpoint",
-    "link_checkpoint",
-    "read_checkpoint",
-    "verify_checkpoint",
-    "write_checkpoint",
-]
 
 PARTIAL_SUFFIX = ".ckpt.partial"
 """How the (hidden) name of a file ends that is still being written, or was when its writer was killed."""
@@ -38,24 +33,34 @@ PARTIAL_SUFFIX = ".ckpt.partial"
 CHECKSUM = "checksum"
 """The key that holds the digest of everything else in a checkpoint but the tensors' values."""
 
+_SEALED = "sealed:"
+"""How that digest begins in a file whose members have one too; earlier files have none."""
+
 _Path = str | os.PathLike[str]
 
 
 def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
     """Writes ``state`` to ``path``: beside it, flushed to disk and verified, and only then in its place.
 
-    ``path`` may be a URL that fsspec opens.  Raises :class:`CheckpointError` where ``state`` holds what ``weights_only=True``
-    could not load, and where the disk refuses; what stood at ``path`` before is then untouched.
+    ``path`` may be a URL that fsspec opens.  A true ``state["private"]`` makes a local file its owner's alone.  Raises
+    :class:`CheckpointError` where ``state`` holds what ``weights_only=True`` could not load, and where the disk refuses; what stood
+    at ``path`` before is then untouched.
     """
-    check_content(state)
+    members = len(tensors_in(state))
     content = on_host(state)
     if "state_dict" in state:
-        content = {**content, CHECKSUM: structure(content)}
-    _place(places.normal(path), lambda file: torch.save(content, file))
+        content = {**content, CHECKSUM: _SEALED + structure(content)}
+
+    def fill(file: IO[bytes]) -> None:
+        sealing = SealingFile(file, members)
+        torch.save(content, cast("IO[bytes]", sealing))  # it asks for no more than `write` and `flush`
+        sealing.seal()
+
+    _place(places.normal(path), fill, private=bool(state.get(PRIVATE)))
 
 
 def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = True) -> dict[str, Any]:
-    """Returns what the file at ``path`` holds, fabricamp's, Lightning's or apex's, under fabricamp's keys.
+    """Returns what the file at ``path`` holds, fabricamp's of any format, Lightning's or apex's, under today's keys.
 
     Runs no code that the file brings.  ``map_location`` is ``torch.load``'s.  With ``verify`` the whole file's checksums are
     compared first; without, damage inside tensors goes unnoticed.  Raises :class:`CheckpointError` for a file that is
@@ -63,10 +68,11 @@ def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = Tr
     """
     place = places.normal(path)
     _check_there(place)
+    sealed = False
     try:
         with places.opened(place) as file:
-            if verify and zipfile.is_zipfile(file):
-                _verify(file)
+            if zipfile.is_zipfile(file):
+                sealed = _verify(file, data=verify)
             file.seek(0)
             # A path where there is one: torch reads it without Python in between.
             source = file if places.is_remote(place) else place
@@ -76,8 +82,8 @@ def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = Tr
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(_why_unreadable(place, error)) from error
     if isinstance(state, dict):
-        _check_unchanged(state, place)
-        state = translated(state)
+        _check_unchanged(state, place, sealed=sealed)
+        state = upgraded(translated(state), place)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         held = (
             f"a dict with the keys {', '.join(map(repr, state))}"
@@ -91,19 +97,6 @@ def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = Tr
     return state
 
 
-def verify_checkpoint(path: _Path) -> None:
-    """Reads the whole file and compares its checksums; raises :class:`CheckpointError` where it is missing or damaged."""
-    place = places.normal(path)
-    _check_there(place)
-    try:
-        with places.opened(place) as file:
-            _verify(file)
-    except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
-    except Exception as error:  # a damaged zip can raise anything
-        raise CheckpointError(_why_unreadable(place, error)) from error
-
-
 def copy_checkpoint(source: _Path, target: _Path) -> None:
     """Makes ``target`` the same file as ``source``: a second name where the file system has such, else a verified copy.
 
@@ -114,7 +107,7 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
         with contextlib.suppress(OSError):
             _place_name(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
             return
-    _place(new, lambda file: places.copy_bytes(old, file))
+    _place(new, lambda file: places.copy_bytes(old, file), private=_is_private(old))
 
 
 def link_checkpoint(source: _Path, target: _Path) -> None:
@@ -128,13 +121,18 @@ def link_checkpoint(source: _Path, target: _Path) -> None:
     copy_checkpoint(old, new)
 
 
-def _place(target: str, fill: Callable[[IO[bytes]], None]) -> None:
+def _is_private(place: str) -> bool:
+    file = Path(place)
+    return not places.is_remote(place) and file.exists() and not file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+
+
+def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     """Puts what ``fill`` writes in place of ``target``."""
     try:
         if places.is_remote(target):
             _place_remotely(target, fill)
         else:
-            _place_here(Path(target), fill)
+            _place_here(Path(target), fill, private=private)
     except Exception as error:  # a remote file system raises what its package likes
         raise CheckpointError(
             f"cannot write checkpoint {target}: {_reason(error)}; what stood there before is untouched. "
@@ -142,10 +140,10 @@ def _place(target: str, fill: Callable[[IO[bytes]], None]) -> None:
         ) from error
 
 
-def _place_here(target: Path, fill: Callable[[IO[bytes]], None]) -> None:
+def _place_here(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
-    with _partial_file(target.parent) as (name, file):
+    with _partial_file(target.parent, private=private) as (name, file):
         fill(file)
         file.flush()
         os.fsync(file.fileno())
@@ -188,11 +186,11 @@ def _partial_name(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _partial_file(folder: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+def _partial_file(folder: Path, *, private: bool = False) -> Iterator[tuple[Path, IO[bytes]]]:
     """A new file in ``folder``, locked as long as its writer lives; its name is gone afterwards, renamed or removed."""
     while True:
         name = _partial_name(folder)
-        with name.open("xb") as file:
+        with create(name, private=private) as file:
             try:
                 with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either
                     fcntl.flock(file, fcntl.LOCK_EX)
@@ -212,21 +210,29 @@ def _remove_abandoned(folder: Path) -> None:
             name.unlink()
 
 
-def _check_unchanged(state: dict[str, Any], place: str) -> None:
+def _check_unchanged(state: dict[str, Any], place: str, *, sealed: bool) -> None:
     written = state.pop(CHECKSUM, None)
-    if written is not None and written != structure(state):
+    if written is None:
+        return
+    try:
+        digest = structure(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{place} is damaged: {error}") from error
+    if written != _SEALED + digest if sealed else written != digest:
         raise CheckpointError(
-            f"{place} is not as it was written: keys, values or shapes in it were changed. Use another one; or, where the change "
-            f"was meant, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
+            f"{place} is not as it was written: keys, values, shapes or members in it were changed. Use another one; or, where the "
+            f"change was meant, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
         )
 
 
-def _verify(file: IO[bytes]) -> None:
-    """Reads the whole zip and compares its checksums."""
+def _verify(file: IO[bytes], *, data: bool = True) -> bool:
+    """Returns whether a zip has a seal; raises where it is not as it was written.  With ``data`` it is read to its end."""
     with zipfile.ZipFile(file) as archive:
-        damaged = archive.testzip()
+        check_members(archive)
+        damaged = archive.testzip() if data else None
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    return is_sealed(file)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -242,16 +248,35 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _check_there(place: str) -> None:
-    if not places.is_remote(place) and Path(place).is_dir():
-        raise CheckpointError(f"{place} is a folder; a checkpoint is one file, named like 'epoch=3-step=400.ckpt'")
+    """Raises where there is no file to open; a pipe or a device would be waited for, or read without an end."""
+    problem = _no_file(place)
+    if problem:
+        raise CheckpointError(problem)
+
+
+def _no_file(place: str) -> str:
+    if places.is_remote(place):
+        return "" if places.exists(place) else _not_there(place)
     try:
-        there = places.exists(place) and (places.is_remote(place) or Path(place).exists())
-        beside = [] if there else places.files_in(places.parent(place), ".ckpt")
+        mode = os.stat(place).st_mode  # noqa: PTH116 - beside lstat
+    except FileNotFoundError:
+        if os.path.lexists(place):
+            return f"{place} is a link to {os.readlink(place)}, which is not there"  # noqa: PTH115 - the same
+        return _not_there(place)
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
-    if not there:
-        names = [other.rpartition("/")[2] for other in beside]
-        raise CheckpointError(f"there is no checkpoint {place}{nearest(place.rpartition('/')[2], names)}")
+        return f"cannot read checkpoint {place}: {_reason(error)}"
+    if stat.S_ISDIR(mode):
+        return f"{place} is a folder; a checkpoint is one file, named like 'epoch=3-step=400.ckpt'"
+    return "" if stat.S_ISREG(mode) else f"{place} is a pipe, a socket or a device, not a file; give a file"
+
+
+def _not_there(place: str) -> str:
+    try:
+        beside = places.files_in(places.parent(place), ".ckpt")
+    except OSError:
+        beside = []  # the folder is not there, or may not be listed
+    names = [other.rpartition("/")[2] for other in beside]
+    return f"there is no checkpoint {place}{nearest(place.rpartition('/')[2], names)}"
 
 
 def _why_unreadable(place: str, error: Exception) -> str:

@@ -9,8 +9,6 @@ import torch
 
 from fabricamp.errors import CheckpointError
 
-__all__ = ["apex_scales", "fit_names", "translated"]
-
 _LIGHTNING = "pytorch-lightning_version"
 _APEX = frozenset({"model", "optimizer", "amp"})
 
@@ -108,7 +106,7 @@ def _of_apex_scalers(amp: dict[str, Any]) -> dict[str, Any]:
 def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
     """What a Precision with these scales saves, no verdicts on their way; each with its applied steps since it last changed."""
     from fabricamp.ops import StepState
-    from fabricamp.precision.base import Verdict
+    from fabricamp.precision import Verdict
 
     if not scales:
         return {}
@@ -119,8 +117,8 @@ def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
         "scaler": {
             "window": scalers[0],
             "scalers": scalers,
-            "ring": torch.zeros(1, StepState.WORDS, dtype=torch.int32),
+            "ring": torch.zeros(1, StepState.WORDS, dtype=torch.int32, device="cpu"),
             "windows": 0,
-            "known": list(known),
+            "known": known._asdict(),
         },
     }

@@ -13,25 +13,6 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "copy_bytes",
-    "exists",
-    "files_in",
-    "has_other_names",
-    "is_link",
-    "is_remote",
-    "is_within",
-    "join",
-    "normal",
-    "opened",
-    "parent",
-    "remote",
-    "remove",
-    "same_file",
-    "unusable",
-    "with_name",
-]
-
 _ON_THIS_MACHINE = ("file://", "local://")
 
 
@@ -83,6 +64,16 @@ def is_within(place: str, folder: str) -> bool:
     return place.startswith(f"{folder.rstrip('/')}/") and ".." not in place.split("/")
 
 
+def may_follow(name: str, folder: str) -> bool:
+    """Whether a name that a file brought leads to a file below ``folder``: never to another host, or by a link out of it."""
+    if is_remote(folder):
+        return is_within(name, folder) and "::" not in name[len(folder) :] and "://" not in name[len(folder) :]
+    if is_remote(name):
+        return False
+    real = os.path.realpath(name)
+    return is_within(real, os.path.realpath(folder)) and Path(real).is_file()
+
+
 def exists(place: str) -> bool:
     """Whether the name is taken, be it by a link that leads nowhere."""
     if not place:
@@ -104,14 +95,26 @@ def remove(place: str) -> None:
 
 
 def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
-    """Returns the files ``depth`` folders below ``folder`` whose names end so and are not hidden, sorted."""
-    pattern = "*/" * depth + "*"
+    """Returns whatever has such a name ``depth`` folders below and is not hidden, sorted: folders and broken links too.
+
+    Nothing where the folder is not there; raises ``OSError`` where it may not be listed.
+    """
     if is_remote(folder):
         filesystem, path = remote(folder)
-        found = [str(filesystem.unstrip_protocol(one)) for one in filesystem.glob(f"{path.rstrip('/')}/{pattern}")]
+        names = filesystem.glob(f"{path.rstrip('/')}/{'*/' * depth}*")
+        # As the folder is written: a URL can be written in several ways.
+        found = [join(folder, "/".join(str(one).split("/")[-depth - 1 :])) for one in names]
     else:
-        found = [str(one) for one in Path(folder).glob(pattern) if one.is_file()]
+        found = _listed(folder, depth) if Path(folder).is_dir() else []
     return sorted(one for one in found if one.endswith(suffix) and not one.rpartition("/")[2].startswith("."))
+
+
+def _listed(folder: str, depth: int) -> list[str]:
+    with os.scandir(folder) as entries:  # Path.glob leaves out what may not be listed
+        if not depth:
+            return [entry.path for entry in entries]
+        folders = [entry.path for entry in entries if entry.is_dir()]
+    return [one for inner in folders for one in _listed(inner, depth - 1)]
 
 
 def same_file(place: str, other: str) -> bool:

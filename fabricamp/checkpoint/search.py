@@ -1,4 +1,4 @@
-"""Which of several checkpoints to go on from: the furthest one that is whole."""
+"""Which of several checkpoints to go on from: the furthest one that can be read."""
 
 from __future__ import annotations
 
@@ -6,38 +6,54 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import places
-from fabricamp.checkpoint.file import read_checkpoint, verify_checkpoint
+from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["choose_checkpoint", "read_header"]
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("fabricamp")
 
 
-def choose_checkpoint(groups: Iterable[Iterable[str]], *, training: bool) -> str:
-    """Returns the furthest whole checkpoint of the first group that has one; nothing where there are no files at all.
+class Candidates:
+    """Checkpoints one after the other, each group's furthest first; damaged ones are passed over with a warning.
 
-    How far a checkpoint is, it says itself: clocks jump.  With ``training`` those that hold weights only come last.  Each
-    damaged one that is passed over is logged as a warning; where nothing else is left, that is a :class:`CheckpointError`.
+    How far a checkpoint is, it says itself: clocks jump.  With ``training`` those that hold weights only come last.
     """
-    problems: list[str] = []
-    for files in groups:
-        for place in _furthest_first(files, problems, training=training):
-            try:
-                verify_checkpoint(place)
-            except CheckpointError as error:
-                _tell(problems, error)
-            else:
-                return place
-    if problems:
-        raise CheckpointError(
-            f"none of {len(problems)} checkpoints can be read: {'; '.join(problems):.2000}. Give the path of one that can, or move "
-            "them away to start anew"
-        )
-    return ""
+
+    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
+        self._problems: list[str] = []
+        self._places = self._walk(groups, training=training)
+
+    def next_place(self) -> str:
+        """The next one; nothing where there are no files at all.
+
+        Raises :class:`CheckpointError` that names them all where there are some, and every one was passed over.
+        """
+        place = next(self._places, "")
+        if self._problems and not place:
+            raise CheckpointError(
+                f"none of {len(self._problems)} checkpoints can be read: {'; '.join(self._problems):.2000}. Give the path of one "
+                "that can, or move them away to start anew"
+            )
+        return place
+
+    def pass_over(self, problem: str) -> None:
+        """Notes, and tells, why the last one is not the one."""
+        self._problems.append(problem)
+        logger.warning("fabricamp: passed over, the one before it is taken: %s", problem)
+
+    def _walk(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
+        for files in groups:
+            found: list[tuple[tuple[bool, int, int, int], str]] = []
+            for place in dict.fromkeys(map(places.normal, files)):
+                try:
+                    header = read_header(place)
+                except CheckpointError as error:
+                    self.pass_over(str(error))
+                else:
+                    found.append(((not training or "optimizer_states" in header, *how_far(header)), place))
+            yield from (place for _, place in sorted(found, reverse=True))
 
 
 def read_header(place: str) -> dict[str, Any]:
@@ -45,26 +61,12 @@ def read_header(place: str) -> dict[str, Any]:
     return read_checkpoint(place, map_location="meta", verify=False)
 
 
-def _furthest_first(files: Iterable[str], problems: list[str], *, training: bool) -> list[str]:
-    found: list[tuple[tuple[bool, int, int, int], str]] = []
-    for place in dict.fromkeys(map(places.normal, files)):
-        try:
-            header = read_header(place)
-            found.append((_how_far(header, training=training), place))
-        except CheckpointError as error:
-            _tell(problems, error)
-    return [place for _, place in sorted(found, reverse=True)]
-
-
-def _how_far(header: dict[str, Any], *, training: bool) -> tuple[bool, int, int, int]:
+def how_far(header: dict[str, Any]) -> tuple[int, int, int]:
+    """The steps, batches and epochs that a checkpoint says were done."""
     position = header.get("loops", {})
     position = position.get("fit", {}) if isinstance(position, dict) else {}
     done = position.get("batches_done") if isinstance(position, dict) else 0
-    counters = (header.get("global_step"), done, header.get("epoch"))
-    step, batches, epoch = (value if isinstance(value, int) else 0 for value in counters)
-    return (not training or "optimizer_states" in header), step, batches, epoch
-
-
-def _tell(problems: list[str], error: CheckpointError) -> None:
-    problems.append(str(error))
-    logger.warning("fabricamp: passed over, the one before it is taken: %s", error)
+    step, batches, epoch = (
+        value if isinstance(value, int) else 0 for value in (header.get("global_step"), done, header.get("epoch"))
+    )
+    return step, batches, epoch

@@ -16,8 +16,6 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["CombinedLoader", "CombinedPass", "combine"]
-
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
 """Between the epochs that give passes over a shorter loader their order: odd and large, as generators use 32 bits of a seed."""
@@ -46,6 +44,8 @@ class CombinedLoader:
             raise ConfigError("CombinedLoader got an empty collection; give it at least one loader")
         self.loaders = loaders
         self.mode = mode
+        self.again = False
+        """Whether the run has begun a pass before."""
         self._epoch = 0
         inner = [combine(loaders[key], mode) for key in self._keys]
         if any(one is not loaders[key] for one, key in zip(inner, self._keys, strict=True)):
@@ -81,7 +81,7 @@ class CombinedLoader:
         cycles = self.mode == "max_size_cycle"
         begun = places or [{}] * len(self._keys)
         sources = [
-            _Source(loader, self._epoch, cycles=cycles, place=place)
+            _Source(loader, self._epoch, cycles=cycles, place=place, again=self.again)
             for loader, place in zip(self.members, begun, strict=True)
         ]
         return CombinedPass(self, sources)
@@ -165,12 +165,13 @@ class CombinedPass:
 class _Source:
     """Endless batches of one loader: behind its end comes its beginning again (``cycles``), or None."""
 
-    def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any]) -> None:
+    def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any], again: bool) -> None:
         self.entered = place
         self.rounds = int(place.get("rounds", 0))
         self._loader = loader
         self._epoch = epoch
         self._cycles = cycles
+        self._again = again
         self._given = 0
         self._batches: Iterator[Any] | None = None
 
@@ -185,7 +186,7 @@ class _Source:
             return
         self._choose_order()
         unread = enter(self._loader, self.entered) if self.entered else 0
-        self._batches = begin(self._loader)
+        self._batches = begin(self._loader, again=self._again or self.rounds > 0)
         next(itertools.islice(self._batches, unread, unread), None)
 
     def take(self) -> Any:

@@ -11,8 +11,6 @@ from fabricamp.hyperparameters import HyperparametersMixin
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DataModule"]
-
 
 class DataModule(HyperparametersMixin):
     """Data with everything that it needs; override what is used, under Lightning's names.

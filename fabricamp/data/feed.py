@@ -34,8 +34,6 @@ from fabricamp.rng import capture_rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-__all__ = ["Feed"]
-
 _END = object()
 
 
@@ -48,6 +46,7 @@ class Feed:
     of the step.
 
     One batch is read ahead only with ``prefetch``, or where the loader does not say exactly how many it gives.
+    ``begun`` says that the run has begun a pass before, in an earlier process.
 
     >>> feed = Feed([1, 2, 3], limit=2)
     >>> [(batch, feed.last) for batch in feed]
@@ -63,6 +62,7 @@ class Feed:
         finish: Callable[[Any], Any] | None = None,
         device: torch.device | None = None,
         prefetch: bool = False,
+        begun: bool = False,
     ) -> None:
         self.last = False
         self.limit = limit
@@ -79,11 +79,14 @@ class Feed:
         self._behind = 0
         self._begun: dict[str, Any] = {}
         self._ahead: dict[str, Any] | None = None
+        self._again = begun
         self._given = 0
+        self._whole: float = math.inf  # how many batches lie behind the last one, once that is out
         self._loaded: dict[str, Any] | None = None
         self._over = False
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
         self._draws = any(map(draws_while_reading, self._members))
+        self._ends_by_drawing = False
 
     def __iter__(self) -> Iterator[Any]:
         return self.behind(0)
@@ -99,6 +102,11 @@ class Feed:
         self._behind = count
         self._running = self._run()
         return self._running
+
+    def finish(self) -> None:
+        """Behind the last batch: lets a loader come to its end where that draws, as in a loop over all of it."""
+        if self._ends_by_drawing and self.last:
+            next(self._source, None)
 
     def close(self) -> None:
         """Ends the pass: lets go of the loader's iterator and its workers (persistent ones wait for the next pass)."""
@@ -116,12 +124,16 @@ class Feed:
         if self._loaded is not None and batches:
             return self._loaded
         state: dict[str, Any] = {"batches": batches, "generators": states_of(generators_of(self._members))}
-        if self.last or batches == 0:
+        samplers = map(own_sampler, self._members)
+        state["orders"] = [None if one is None else one.order.state_dict() for one in samplers]
+        state["again"] = self._again
+        over = batches > 0 and self.last and batches >= self._whole  # the last one may be out, and not done
+        if over or batches == 0:
             # Streams that have come to their end may know more than that: how to begin again.
             places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
             if self._resume is not None:
                 places = self._resume["places"]
-            return {**state, "places": places, "last": self.last}
+            return {**state, "places": places, "last": over}
         ahead = self._ahead or {"places": self._places(batches - self._behind)}
         return {**state, **ahead, "begun": self._begun, "last": False}
 
@@ -135,18 +147,32 @@ class Feed:
                 "give the same ones, or a checkpoint from the end of an epoch"
             )
         self.last = self._over = bool(state["last"])
-        self._loaded = state
+        self._loaded, self._again = state, bool(state.get("again", True))
+        self._choose_orders(state.get("orders"))
         if self.last:
             self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
             whole = min(_exact_length(self._loader), self.limit)
-            return batches if whole == math.inf else int(whole)
+            self._whole = batches if whole == math.inf else int(whole)
+            return self._whole
         self._resume = state if places else None
         if batches and isinstance(self._loader, CombinedLoader):
             return self._loader.batches_behind(places)
         return batches_behind(self._loader, places[0]) if batches else 0
 
+    def _choose_orders(self, orders: list[Any] | None) -> None:
+        """Goes on by the orders of the run that is resumed; None where its checkpoint has no word of them."""
+        samplers = [own_sampler(member) for member in self._members]
+        for sampler, order in zip(samplers, orders or [None] * len(samplers), strict=False):
+            if sampler is None:
+                continue
+            if orders is None:
+                sampler.go_on_as_before()
+            elif order is not None:
+                sampler.go_on(order)
+
     def _run(self) -> Generator[Any, None, None]:
         announced = _exact_length(self._loader)
+        self._ends_by_drawing = announced <= self.limit and own_sampler(self._loader) is not None
         total = min(announced, self.limit) - self._behind
         if total <= 0:
             self._resume = None
@@ -161,7 +187,7 @@ class Feed:
                     batches = batches if function is None else map(function, batches)
                 yield from itertools.islice(batches, int(total) - 1)
                 batch = next(batches)
-                self.last = True
+                self.last, self._whole = True, self._behind + total
                 yield batch
             else:
                 yield from self._looked_ahead(batches)
@@ -204,15 +230,18 @@ class Feed:
     def _enter(self, resume: dict[str, Any]) -> Any:
         """Begins a pass at the places that ``resume`` tells, or behind the batches that it counts."""
         self._entered = resume.get("places") or [{"batches": resume.get("batches", 0)} for _ in self._members]
+        again, self._again = self._again, True
+        if isinstance(self._loader, CombinedLoader):
+            self._loader.again = again
         if not resume:
-            return begin(self._loader)
+            return begin(self._loader, again=again)
         if not isinstance(self._loader, CombinedLoader):
             unread = enter(self._loader, self._entered[0])
-            source: Any = begin(self._loader)
+            source: Any = begin(self._loader, again=again)
         elif resume.get("places"):
             return self._loader.behind(self._entered)
         else:
-            unread, source = resume["batches"], begin(self._loader)
+            unread, source = resume["batches"], iter(self._loader)
         next(itertools.islice(source, unread, unread), None)
         return source
 
@@ -229,11 +258,11 @@ class Feed:
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
-        for raw, last in _look_ahead(batches, self._marker()):
+        for number, (raw, last) in enumerate(_look_ahead(batches, self._marker()), self._behind + 1):
             batch = raw
             for function in (self._prepare, self._finish):
                 batch = batch if function is None else function(batch)
-            self.last = last
+            self.last, self._whole = last, number
             yield batch
 
     def _prefetched(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -247,12 +276,13 @@ class Feed:
                 ready = batch if self._prepare is None else self._prepare(batch)
                 return ready, side.record_event()
 
-        for (ready, copied), last in _look_ahead(map(stage, batches), self._marker()):
+        ahead = _look_ahead(map(stage, batches), self._marker())
+        for number, ((ready, copied), last) in enumerate(ahead, self._behind + 1):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             record_stream(ready, stream)
             batch = ready if self._finish is None else self._finish(ready)
-            self.last = last
+            self.last, self._whole = last, number
             yield batch
 
     def _marker(self) -> Callable[[], None] | None:

@@ -14,8 +14,6 @@ from fabricamp.errors import ConfigError, DistributedError
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
-__all__ = ["check_equal_lengths", "check_limit", "known_length", "limit_batches", "loader_length"]
-
 
 def loader_length(loader: Any, name: str) -> int | float:
     """Returns the number of batches, inf where the loader does not say; raises where it has none or is no loader.
@@ -41,8 +39,10 @@ def known_length(loader: Any) -> int | float:
         return math.inf
 
 
-def check_limit(limit: float, name: str) -> None:
-    """Raises :class:`ConfigError` where ``limit`` is neither a number of batches (int) nor a fraction (float)."""
+def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float | None:
+    """Returns ``limit``; raises :class:`ConfigError` where it is neither a number of batches (int) nor a fraction (float)."""
+    if limit is None and optional:
+        return None
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         allowed = "an int (number of batches) or a float from 0.0 to 1.0 (fraction)"
         raise ConfigError(f"{name}={limit!r} is a {type(limit).__name__}; it has to be {allowed}")
@@ -50,6 +50,8 @@ def check_limit(limit: float, name: str) -> None:
         raise ConfigError(f"{name}={limit!r} is a fraction outside 0.0 to 1.0; for a number of batches pass an int")
     if limit < 0:
         raise ConfigError(f"{name}={limit!r} is negative; pass 0 for none, or leave it out for all batches")
+    number: int | float = limit
+    return number
 
 
 def limit_batches(length: float, limit: float, name: str) -> int | float:
@@ -78,10 +80,14 @@ def limit_batches(length: float, limit: float, name: str) -> int | float:
 def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: Any = None) -> None:
     """Raises :class:`DistributedError` on every rank where ranks would train on different numbers of batches.
 
-    With ``loader``, ranks also have to agree on what a :class:`TrainSampler` shares out: dataset size and seed.
+    With ``loader``, ranks also have to agree on what a :class:`TrainSampler` shares out: number of samples and seed.
     """
     samplers = [getattr(member, "sampler", None) for member in getattr(loader, "members", [loader])]
-    shared = [(sampler.dataset_size, sampler.seed) for sampler in samplers if isinstance(sampler, TrainSampler)]
+    shared = [
+        (sampler.dataset_size, getattr(sampler.order, "seed", None))
+        for sampler in samplers
+        if isinstance(sampler, TrainSampler) and sampler.world_size > 1
+    ]
     ranks = strategy.all_gather_object((length, shared))
     if len({rank_length for rank_length, _ in ranks}) > 1:
         counts = ", ".join(f"rank {rank}: {_count(rank_length)}" for rank, (rank_length, _) in enumerate(ranks))
@@ -93,7 +99,7 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
         found = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
         raise DistributedError(
             f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({found}); "
-            "give every rank the same dataset and generator seed, "
+            "give every rank the same dataset and seed_everything the same seed, "
             "or pass use_distributed_sampler=False where each has its own part"
         )
 
@@ -124,5 +130,5 @@ def _count(length: float) -> str:
     return "unknown" if length == math.inf else str(int(length))
 
 
-def _sharing(shared: list[tuple[int, int]]) -> str:
+def _sharing(shared: list[tuple[int, int | None]]) -> str:
     return " and ".join(f"{size} samples, seed {seed}" for size, seed in shared) or "its own sampler"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fabricamp.data.combined import CombinedLoader
-from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.data.orders import DrawnOrder, SeededOrder
+from fabricamp.data.samplers import DrawingSampler, EvalSampler, SharingSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
-
-__all__ = ["release_workers", "set_epoch", "wire_loader"]
-
-_LOG = logging.getLogger(__name__)
+from fabricamp.say_once import say_once
 
 
 def wire_loader(
@@ -32,12 +30,12 @@ def wire_loader(
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
-    Rebuilt is exactly torch's ``DataLoader`` with a plain Random- or SequentialSampler; its other options are kept, its
-    generator's seed takes the place of ``seed``, and its workers stay alive between epochs.  Evaluation reads in order,
-    on any number of ranks.  Any other loader is used as it is, which is said once where ranks could read the same data.
-    With ``distributed_sampler`` False every rank reads the whole dataset; with ``overfit`` nothing is shuffled, so that
-    the first batches are the same in each epoch.  ``per_sample_seed`` seeds each sample that is trained on, see
-    :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.
+    Rebuilt is exactly torch's ``DataLoader`` with a plain Random- or SequentialSampler; its other options are kept.  One
+    process draws the order that the loader's own sampler would; several share the one of ``DistributedSampler`` with ``seed``.
+    Evaluation on several ranks reads in order.  Any other loader is used as it is, which is said once where ranks could read
+    the same data.  With ``distributed_sampler`` False every rank reads the whole dataset; with ``overfit`` nothing is
+    shuffled, so that the first batches are the same in each epoch.  ``per_sample_seed`` seeds each sample that is trained
+    on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.
     """
     if isinstance(loader, CombinedLoader):
         options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
@@ -54,16 +52,13 @@ def wire_loader(
         if rank == 0:
             _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
         return loader
-    size = len(loader.dataset)
     place, places = (rank, world_size) if distributed_sampler else (0, 1)
-    if not train:
-        return _rebuilt(loader, EvalSampler(size, rank=place, world_size=places), rank)
-    shuffle = isinstance(sampler, RandomSampler) and not overfit
-    own_generator = loader.generator or getattr(sampler, "generator", None)
-    if own_generator is not None:
-        seed = own_generator.initial_seed()
-    order = TrainSampler(size, shuffle=shuffle, seed=seed, rank=place, world_size=places, tags_epoch=per_sample_seed)
-    return _rebuilt(loader, order, rank)
+    if train:
+        order = _train_sampler(loader, sampler, place, places, seed, shuffle=not overfit, tags=per_sample_seed)
+        return _rebuilt(loader, order, rank)
+    if places == 1:
+        return loader
+    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places), rank)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -90,7 +85,7 @@ def release_workers(loader: Any) -> None:
 
 
 def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
-    """The sampler to replace, which gives all samples once, shuffled or in order; None where it is another."""
+    """The sampler to replace: torch's own over all of the dataset, shuffled or in order; None where it is another."""
     if type(loader) is not DataLoader:
         return None
     batches = loader.batch_sampler
@@ -99,9 +94,40 @@ def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
     sampler: Any = loader.sampler if batches is None else batches.sampler
     if type(sampler) not in {RandomSampler, SequentialSampler} or not hasattr(loader.dataset, "__len__"):
         return None
-    draws_all_once = type(sampler) is SequentialSampler or not sampler.replacement
-    covers_dataset = len(sampler) == len(sampler.data_source) == len(loader.dataset)
-    return sampler if draws_all_once and covers_dataset else None
+    return sampler if len(sampler.data_source) == len(loader.dataset) else None
+
+
+def _train_sampler(
+    loader: DataLoader[Any],
+    sampler: RandomSampler | SequentialSampler,
+    rank: int,
+    world_size: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    tags: bool,
+) -> TrainSampler:
+    """The sampler of a rank; it knows the orders of other numbers of ranks too, as a run may have begun with another."""
+    dataset: Any = loader.dataset
+    size = len(dataset)
+    own_generator = loader.generator or getattr(sampler, "generator", None)
+    earlier_seed = seed if own_generator is None else own_generator.initial_seed()
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tags": tags, "earlier_seed": earlier_seed}
+    if not (shuffle and isinstance(sampler, RandomSampler)):
+        order = SeededOrder(size, shuffle=False, seed=seed)
+        return TrainSampler(order, **options) if world_size == 1 else SharingSampler(loader.dataset, order, **options)
+    drawn = DrawnOrder(sampler, window=_samples_ahead(loader))
+    seeded = [SeededOrder(size, shuffle=True, seed=seed)] if drawn.once else []
+    if world_size == 1:
+        return DrawingSampler(sampler, drawn, *seeded, **options)
+    if not seeded:
+        drawn.load_state_dict({"state": torch.Generator().manual_seed(seed).get_state()}, apart=True)
+    return SharingSampler(loader.dataset, *seeded, drawn, **options)
+
+
+def _samples_ahead(loader: DataLoader[Any]) -> int:
+    """How many samples may have been asked for that no step has seen: those of the workers, and of a batch that is read ahead."""
+    return (loader.batch_size or 1) * (2 + loader.num_workers * (loader.prefetch_factor or 0))
 
 
 def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank: int) -> DataLoader[Any]:
@@ -113,13 +139,9 @@ def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank:
     # Torch seeds worker i of every rank alike where the ranks have one seed; rank 0 keeps what a single process has.
     if init is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
         init = functools.partial(seed_worker, rank=rank)
-    # A worker that stays has its own copy of the dataset, which would not hear of the epoch.
-    persistent = loader.persistent_workers or (loader.num_workers > 0 and not hasattr(loader.dataset, "set_epoch"))
-    dataset = loader.dataset
-    if isinstance(sampler, TrainSampler) and sampler.tags_epoch:
-        dataset = SeededDataset(dataset, sampler.seed)
+    tags = isinstance(sampler, TrainSampler) and sampler.tags
     return DataLoader(
-        dataset,
+        SeededDataset(loader.dataset) if tags else loader.dataset,
         **batching,
         sampler=sampler,
         num_workers=loader.num_workers,
@@ -130,7 +152,7 @@ def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank:
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=persistent,
+        persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
@@ -144,12 +166,12 @@ def _kind(loader: Any) -> str:
 
 def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool) -> None:
     if unshared and not _is_shared_out(loader):
-        _say(
+        say_once(
             f"{type(loader).__name__} is used as it is: each rank reads what it gives there; shard it by rank "
             "(a DistributedSampler does), or pass torch's DataLoader with its default sampler"
         )
     if overfit and isinstance(loader, DataLoader):
-        _say(
+        say_once(
             f"overfit_batches: {type(loader).__name__} is used as it is, in its own order; "
             "its first batches are the same in each epoch only if it does not shuffle"
         )
@@ -160,8 +182,3 @@ def _is_shared_out(loader: Any) -> bool:
     parts = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [getattr(part, "sampler", None) for part in parts]
     return any(isinstance(part, DistributedSampler) or hasattr(part, "num_replicas") for part in parts)
-
-
-@functools.cache
-def _say(message: str) -> None:
-    _LOG.warning(message)

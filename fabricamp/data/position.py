@@ -1,7 +1,8 @@
 """Where in a loader a pass stands, as plain values that another process can go on from.
 
 A place is a dict: ``batches`` that this rank got; for a loader with our sampler also ``samples``, those of all ranks together,
-so that other batch sizes and other numbers of ranks go on behind the same sample; for one that keeps its own position ``state``.
+so that other batch sizes and other numbers of ranks go on behind the same sample, and the ``draws`` that the order came from;
+for one that keeps its own position ``state``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torch.utils.data._utils.collate import default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from fabricamp.data.orders import Draw
 from fabricamp.data.samplers import TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.rng import isolate_rng, restore_rng
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
-
-__all__ = [
-    "batches_behind",
-    "begin",
-    "draws_while_reading",
-    "end_workers",
-    "enter",
-    "generators_of",
-    "is_stateful",
-    "isolate",
-    "own_sampler",
-    "place_of",
-    "restore",
-    "restore_states",
-    "states_of",
-]
 
 
 def own_sampler(loader: Any) -> TrainSampler | None:
@@ -58,37 +43,46 @@ def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]
     sampler, part = own_sampler(loader), _stateful_part(loader)
     if sampler is not None:
         place["samples"] = entered.get("samples", 0) + given * _samples_of_a_batch(loader, sampler)
+        place["draws"] = [draw._asdict() for draw in sampler.order.draws]
     elif part is not None:
         place["state"] = copy.deepcopy(part.state_dict())
     return place
 
 
-def begin(loader: Any) -> Any:
-    """Returns a new pass over ``loader``, which draws a seed for its workers also where these have waited for it.
+def begin(loader: Any, *, again: bool) -> Any:
+    """Returns a new pass over ``loader``; ``again`` where the run has begun one before, in this process or in an earlier one.
 
-    Torch draws one only where it starts workers, which a resumed run does and the straight one did long ago.
+    Torch draws a seed where it starts workers; persistent ones, which a resumed run starts again, have had theirs.
     """
-    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return iter(loader)
+    if not again or not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is not None:
+        return iter(loader)
+    generator = loader.generator
+    loader.generator = (torch.default_generator if generator is None else generator).clone_state()
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = generator
 
 
 def enter(loader: Any, place: dict[str, Any]) -> int:
     """Makes the next pass over ``loader`` begin at ``place``; returns how many batches have to be read past instead."""
     sampler, part = own_sampler(loader), _stateful_part(loader)
-    if sampler is not None:
-        sampler.start = _samples(loader, sampler, place)
+    if sampler is not None and not sampler.read_past:
+        draws = [Draw(**draw) for draw in place.get("draws", ())]
+        sampler.enter(_samples(loader, sampler, place), draws)
         return 0
-    if part is not None and "state" in place:
+    if sampler is None and part is not None and "state" in place:
         part.load_state_dict(place["state"])
         return 0
+    if sampler is not None:
+        sampler.read_past = False
     return int(place.get("batches", 0))
 
 
 def batches_behind(loader: Any, place: dict[str, Any]) -> int:
     """Returns the number of ``loader``'s batches that lie behind ``place``, whoever counted them."""
     sampler = own_sampler(loader)
-    if sampler is None:
+    if sampler is None or sampler.read_past:
         return int(place.get("batches", 0))
     whole, before = len(loader), sampler.start
     sampler.start = _samples(loader, sampler, place)

@@ -8,29 +8,26 @@ from torch.utils.data import Dataset
 
 from fabricamp.rng import seeded
 
-__all__ = ["SeededDataset"]
-
 
 class SeededDataset(Dataset[Any]):
-    """A map-style ``dataset`` whose samples are read with Python, NumPy and torch (CPU) seeded from (seed, epoch, index).
+    """A map-style ``dataset`` whose samples are read with Python, NumPy and torch (CPU) seeded from their index and a tag.
 
-    Its indices are pairs (epoch, index), so that workers which outlive an epoch know it too.  Around each sample every
-    generator is left as it was.  Whatever else is asked of it is the dataset's.
+    Its indices are pairs (tag, index), where the tag, a tuple of numbers, is the epoch's: so workers which outlive an epoch know
+    of it too.  Around each sample every generator is left as it was.  Whatever else is asked of it is the dataset's.
 
-    >>> SeededDataset(["a", "b"], seed=0)[3, 1]
+    >>> SeededDataset(["a", "b"])[(0, 3), 1]
     'b'
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        epoch, index = place
-        with seeded(self.seed, epoch, index):
+    def __getitem__(self, place: tuple[tuple[int, ...], int]) -> Any:
+        tag, index = place
+        with seeded(*tag, index):
             return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["move_to_device", "record_stream"]
-
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from fabricamp.launch.start import StartMethod
 
-__all__ = ["ENDINGS", "Outcome", "run_agent"]
-
 ENDINGS = tuple(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 """Signals on which the agent ends its workers."""
 

@@ -12,8 +12,6 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Environment
 
-__all__ = ["ACCELERATORS", "resolve_devices"]
-
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 _FORMS = 'devices takes "auto", -1 (all), a number such as 2 or "2", or GPU numbers such as [0, 1] or "0,1"'

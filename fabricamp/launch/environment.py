@@ -14,8 +14,6 @@ from fabricamp.strategies.base import Environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_environment", "detect", "first_host"]
-
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
 

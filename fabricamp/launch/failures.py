@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError
+from fabricamp.launch.recording import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-__all__ = ["TERMINATED", "Cause", "as_error", "find_cause"]
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a rank that saved after SIGTERM, or that was ended because of another."""
@@ -23,6 +22,8 @@ _FATAL = tuple(
     getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE") if hasattr(signal, name)
 )
 
+
+_NO_FAILURE = ("SystemExit: 0", "SystemExit: None", "SystemExit: ")
 
 _ENDED = (-signal.SIGTERM, TERMINATED)
 
@@ -43,11 +44,13 @@ class Cause(NamedTuple):
         if self.exit_code < 0:
             how = f"was killed by {signal.Signals(-self.exit_code).name}"
             hint = " (the system kills what takes too much memory)" if self.exit_code == -signal.SIGKILL else ""
+        elif self.exit_code == 0:
+            how, hint = "ended early with exit code 0, in the middle of its run", ""
         else:
             how, hint = f"ended with exit code {self.exit_code}", "" if self.trace else " and left no traceback"
         others = ", ".join(str(rank) for rank in self.ended_with_it)
         first = f"rank {self.rank} {how}{hint}" + (f"; with it ended rank {others}" if others else "")
-        left = self.trace or self.witness
+        left = "\n".join(part for part in (self.trace, self.witness) if part)
         return f"\n{first}\n\n{left}" if left else f"\n{first}\n"
 
     @property
@@ -56,32 +59,35 @@ class Cause(NamedTuple):
         return self.shell_code() == TERMINATED and not self.trace and not self.witness
 
     def shell_code(self) -> int:
-        """The exit code as a shell gives it."""
-        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+        """The exit code as a shell gives it; a failure's, also where it was a rank that left early without one."""
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
 def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | None:
     """Returns the failure that began it, or None where there is none; ``failures`` has all ranks that failed.
 
-    Nobody is killed, or calls ``sys.exit``, because another rank is gone: these come first.  Then the exception that was
-    written down first, since the others often only lost their peer.  Ranks that were ended (SIGTERM) are no cause.
+    Nobody is killed, or calls ``sys.exit``, because another rank is gone: these come first.  Then who left in the middle with
+    exit code 0, as those say that missed it; then the exception that was written down first, since the others often only lost
+    their peer.  Ranks that were ended (SIGTERM, or SIGKILL by a rank that gave up a stopped one) are no cause.
     """
     if not failures:
         return None
-    killed = [rank for rank, failure in failures.items() if -failure.exitcode in _FATAL]
     files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
     exited = [rank for rank, failure in failures.items() if failure.exitcode not in _ENDED]
     # The script may have caught what was written down.
     written = [rank for rank in (int(file.parent.name) for file in files) if rank in failures]
     written.sort(key=lambda rank: failures[rank].exitcode == TERMINATED)  # by force, because of another rank
     left = [rank for rank in exited if failures[rank].exitcode > 0 and rank not in written]
+    killed = [rank for rank in exited if -failures[rank].exitcode in _FATAL and rank not in _others(folder, "killed")]
+    if not (killed or left) and (early := _early(files, folder, failures)) is not None:
+        return Cause(early, 0, *_read(files, early), [one for one in exited if one != early], _witness(files, early))
     rank = (killed or left or written or exited or list(failures))[0]
     message, trace = _read(files, rank)
     code = failures[rank].exitcode
     if trace and code <= 0:
         # After an exception a rank may have been ended before it could exit: another's code tells what the script makes of it.
         code = next((failures[other].exitcode for other in exited if failures[other].exitcode > 0), 1)
-    witness = "" if trace else next((_witness(files, other) for other in written), "")
+    witness = "" if trace else _witness([file for file in files if int(file.parent.name) in written], rank)
     return Cause(rank, code, message, trace, [other for other in exited if other != rank], witness)
 
 
@@ -93,13 +99,33 @@ def as_error(cause: Cause) -> FabricampError:
     return DistributedError(cause.report())
 
 
-def _witness(files: list[Path], rank: int) -> str:
-    return f"what rank {rank} left:\n{_read(files, rank)[1]}"
+def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailure]) -> int | None:
+    """The rank that left with exit code 0: as the first record says, or those of the ranks that missed one that left nothing."""
+    if files and _content(files[0])["message"] in _NO_FAILURE:
+        return int(files[0].parent.name)
+    recorded = {int(file.parent.name) for file in files}
+    return next((rank for rank in _others(folder, "before") if rank not in failures and rank not in recorded), None)
+
+
+def _others(folder: Path, which: str) -> list[int]:
+    """The ranks that any record says to have ended before it, or to have killed."""
+    return [rank for file in sorted(folder.rglob(OTHERS)) for rank in json.loads(file.read_text())[which]]
+
+
+def _witness(files: list[Path], cause: int) -> str:
+    """What the first rank but this one left."""
+    others = [int(file.parent.name) for file in files if file.parent.name != str(cause)]
+    return f"what rank {others[0]} left:\n{_read(files, others[0])[1]}" if others else ""
 
 
 def _read(files: list[Path], rank: int) -> tuple[str, str]:
     for file in files:
         if file.parent.name == str(rank):
-            content = json.loads(file.read_text())["message"]
+            content = _content(file)
             return content["message"], content["extraInfo"]["py_callstack"]
     return "", ""
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())["message"]
+    return content

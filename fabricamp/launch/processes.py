@@ -24,8 +24,6 @@ from fabricamp.launch.starter import end_with_starter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_function", "run_script"]
-
 _FORK_SECONDS = 60
 
 

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 
-__all__ = ["requeue_job"]
-
 _SECONDS = 60
 
 

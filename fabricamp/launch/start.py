@@ -13,8 +13,6 @@ import torch
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.launch.starter import STARTED_BY
 
-__all__ = ["StartMethod", "check_fork", "choose_start_method", "interactive", "rerun_command", "script_can_rerun"]
-
 StartMethod = Literal["script", "spawn", "fork"]
 
 _METHODS: dict[str, StartMethod] = {"script": "script", "spawn": "spawn", "fork": "fork"}
@@ -69,10 +67,14 @@ def script_can_rerun() -> bool:
     return from_a_file and bool(sys.executable) and not sys.flags.interactive and not is_child
 
 
+def in_call() -> bool:
+    """Whether this is a worker that a call forked or spawned, which gets the result."""
+    return os.environ.get(STARTED_BY) in ("fork", "spawn")
+
+
 def interactive() -> bool:
     """Whether someone waits at a prompt, a test or a caller for what this process computes, so that it should not exit."""
-    in_call = os.environ.get(STARTED_BY) in ("fork", "spawn")
-    return in_call or hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook() or _under_pytest()
+    return in_call() or hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook() or _under_pytest()
 
 
 def rerun_command() -> tuple[list[str], Path]:

@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 
-__all__ = ["STARTED_BY", "STARTER", "end_with_starter"]
-
 STARTED_BY = "FABRICAMP_STARTED_BY"
 """Set in workers that fabricamp started itself, to the start method."""
 

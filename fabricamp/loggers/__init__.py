@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.csv import CSVLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    from fabricamp.not_offered import missing
+
+    raise missing(__name__, name, __all__)

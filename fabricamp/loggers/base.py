@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fabricamp.loggers.trouble import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
-
-__all__ = ["Logger"]
 
 
 class Logger:
-    """Takes the values of a flush; called on rank 0 only, never in the middle of a step."""
+    """Takes the values of a flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
+
+    An ``OSError`` (a full disk, a server that cannot be reached) out of any method costs the values, not the run: it is told
+    in one warning, and what was lost in another one at the end.  Other errors end training.
+    """
+
+    private = False
+    """Whether the hyper-parameters are for the eyes of this user alone: files that show them are made with mode 0600."""
+    name: str | None = None
+    """The name of the run's experiment."""
+    version: Any = None
+    """The number or name of the run."""
+    save_dir: str | None = None
+    """The folder that all runs are in, where the logger writes files."""
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | None:
         """The folder of this run, where the logger writes files."""
         return None
+
+    def run_folders(self) -> list[Path]:
+        """The folders of this run and of those before it, newest first: ``ckpt_path="last"`` looks for checkpoints in them."""
+        return [] if self.log_dir is None else [Path(self.log_dir)]
+
+    def identity(self) -> Any:
+        """What every process has to know of this run (the number of its folder, its name on a server), chosen on the first call.
+
+        Asked for on rank 0 before anything else; a plain value, which :meth:`join` gets on every rank, and in the process that
+        started the ranks.  An error here ends the run before it begins, on every rank.
+        """
+        return None
+
+    def join(self, identity: Any) -> None:
+        """Makes this logger one of rank 0's run; ``identity`` is rank 0's."""
+
+    def give_back(self) -> None:
+        """Gives back what :meth:`identity` took, where nothing was logged: the run failed before it began."""
+
+    @property
+    def trouble(self) -> Trouble:
+        """What could not be written in this run."""
+        trouble: Trouble = self.__dict__.setdefault("_trouble", Trouble(type(self).__name__))
+        return trouble
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the values of one flush; ``step`` is the ``global_step`` they belong to."""
@@ -27,6 +64,23 @@ class Logger:
 
     def save(self) -> None:
         """Writes what is still in memory."""
+
+    def barrier(self, step: int) -> None:
+        """Returns once the disk has all that was given so far; a checkpoint of ``step`` takes its place only then.
+
+        Called from another thread than the methods above, and beside them: here it does nothing, so that a logger need not
+        know of threads.  A checkpoint waits for 30 seconds, then it is written without.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the log stands, for a checkpoint: plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was logged behind that place back, where this log is the one that ``state_dict`` was taken of."""
+
+    def finalize(self, status: str) -> None:
+        """Called once at the end of a run, before :meth:`close`; ``status`` is "success" or "failed"."""
 
     def close(self) -> None:
         """Ends the logger after ``fit``; it may be used again by a later one."""

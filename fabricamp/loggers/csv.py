@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import csv
-from typing import TYPE_CHECKING
+import io
+import threading
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.errors import ConfigError
+from fabricamp.loggers.growing_file import GrowingFile, sync
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
+from fabricamp.loggers.trouble import reason_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CSVLogger"]
-
 _STEP = "step"
+_MOST_ROWS = 10_000
+"""So many rows wait in memory for a disk that refuses them."""
+
+_LOCK = threading.Lock()
+"""Held where rows go from memory to a file: a checkpoint's writer does that too, in a thread of its own."""
+
+
+class _Content(NamedTuple):
+    """What a file holds: the number of its rows, a digest that tells whether it is these, the steps they begin and end with."""
+
+    rows: int = 0
+    digest: int = 0
+    steps: tuple[int, ...] = ()
+
+    def plus(self, rows: Sequence[Mapping[str, Any]]) -> _Content:
+        digest = self.digest
+        for row in rows:
+            texts = sorted((name, "" if value is None else str(value)) for name, value in row.items())
+            digest = zlib.crc32("\n".join(f"{name}={text}" for name, text in texts if text).encode(), digest)
+        steps = [*self.steps, *(int(row[_STEP]) for row in rows)]
+        return _Content(self.rows + len(rows), digest, (min(steps), max(steps)) if steps else ())
 
 
 class CSVLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
-    Rows are appended whenever ``flush_logs_every_n_steps`` steps have passed, and at the end; in a folder that has such a file
-    already (an explicit ``version``) they follow those in it.  A metric that turns up later gets a new last column.
+    Rows are appended whenever ``flush_logs_every_n_steps`` steps have passed, before a checkpoint takes its place, and at the
+    end; in a folder that has such a file already (an explicit ``version``) they follow those in it.  A run that goes on from a
+    checkpoint takes back the rows behind it.  A metric that turns up later gets a new last column.  Rows that the disk refuses
+    wait in memory.
 
     Example:
         >>> logger = CSVLogger("runs", name="digits", flush_logs_every_n_steps=500)
@@ -42,12 +68,14 @@ class CSVLogger(RunFolderLogger):
         self._flush_every = flush_logs_every_n_steps
         self._flushed_step = 0
         self._rows: list[dict[str, float]] = []
-        self._columns: list[str] | None = None
+        self._columns: list[str] | None = None  # until somebody has looked into the file
+        self._content = _Content()
+        self._file = GrowingFile(self._root)
 
     @property
     def metrics_file(self) -> Path:
         """Where the rows are."""
-        return self.log_dir / "metrics.csv"
+        return self.folder / "metrics.csv"
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """One row."""
@@ -59,44 +87,106 @@ class CSVLogger(RunFolderLogger):
             self.save()
 
     def save(self) -> None:
-        """Appends the rows that are still in memory."""
-        if not self._rows:
+        """Appends the rows that are still in memory; the newest of those that the disk refuses stay there."""
+        with _LOCK, self.trouble.guard():
+            self._write()
+        self._lose_oldest(len(self._rows) - _MOST_ROWS)
+
+    def barrier(self, step: int) -> None:
+        """Returns once the disk has every row that was given so far."""
+        self.save()
+        with self.trouble.guard():
+            self._file.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows there are, in the file and in memory, and their digest."""
+        if not writes():
+            return {}
+        with _LOCK:
+            self._begin()
+            content = self._content.plus(list(self._rows))
+        return {"rows": content.rows, "digest": content.digest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Drops the rows behind those of ``state_dict``, where the file begins with them: they will come again."""
+        if not state_dict or not writes():
             return
-        if self._columns is None:
-            self._columns = _open(self.metrics_file)
-        columns = list(dict.fromkeys([*self._columns, *(name for row in self._rows for name in row)]))
-        if columns != self._columns:
-            _widen(self.metrics_file, columns)
-            self._columns = columns
-        with self.metrics_file.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, columns, lineterminator="\n").writerows(self._rows)
-        self._rows.clear()
+        with _LOCK:
+            columns = self._begin()
+            if self._content.rows <= state_dict["rows"]:
+                return
+            rows = _read(self.metrics_file)[1][: state_dict["rows"]]
+            if _Content().plus(rows).digest == state_dict["digest"]:
+                self._rewrite(columns, rows)
 
     def close(self) -> None:
         """Writes the rest."""
         self.save()
+        self._lose_oldest(len(self._rows))
         self._columns, self._flushed_step = None, 0
 
+    def _begin(self) -> list[str]:
+        """Looks into the file, once; returns its columns.  A last row that a killed run left unfinished is not ours."""
+        if self._columns is None:
+            self._file, self._content = GrowingFile(self.metrics_file), _Content()
+            columns: list[str] = []
+            if self.metrics_file.exists():
+                self._file.cut_to_lines()
+                columns, rows = _read(self.metrics_file)
+                self._content = _Content().plus(rows)
+            self._columns = columns
+        return self._columns
 
-def _open(path: Path) -> list[str]:
-    """Returns the columns of the file at ``path``, after cutting off a last row that a killed run left unfinished."""
-    if not path.exists():
-        return []
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    def _write(self) -> None:
+        rows = list(self._rows)
+        if not rows:
+            return
+        columns = self._begin()
+        wanted = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+        try:
+            if wanted != columns:
+                self._rewrite(wanted, _read(self.metrics_file)[1] if self._file.size else [])
+            self._file.append(_text(wanted, rows))
+        except FileNotFoundError as error:
+            if not self._file.size:
+                raise
+            # Somebody removed it: what was in it is lost, what comes goes into a new one.
+            self.trouble.tell(reason_of(error))
+            self.trouble.lose(self._content.rows, self._content.steps)
+            self._columns = None
+            self._write()
+            return
+        self._content = self._content.plus(rows)
+        del self._rows[: len(rows)]
+
+    def _rewrite(self, columns: list[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Puts a file with these columns and rows in the place of the one that is there."""
+        path = self.metrics_file
+        new = GrowingFile(path.with_name(f".{path.name}.partial"))
+        try:
+            new.append(_text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+            sync(new.path)
+            new.path.replace(path)
+        finally:
+            new.path.unlink(missing_ok=True)
+        self._columns, self._content = columns, _Content().plus(rows)
+        self._file = GrowingFile(path, new.size)
+
+    def _lose_oldest(self, count: int) -> None:
+        if count > 0:
+            steps = [int(row[_STEP]) for row in self._rows[:count]]
+            self.trouble.lose(count, steps)
+            del self._rows[:count]
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Returns columns and rows of the file."""
     with path.open(newline="", encoding="utf-8") as text:
-        return next(csv.reader(text), [])
+        reader = csv.DictReader(text)
+        return list(reader.fieldnames or ()), list(reader)
 
 
-def _widen(path: Path, columns: list[str]) -> None:
-    """Gives the file at ``path`` these columns, its rows among them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.partial")
-    with unfinished.open("w", newline="", encoding="utf-8") as new:
-        writer = csv.DictWriter(new, columns, lineterminator="\n")
-        writer.writeheader()
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as old:
-                writer.writerows(csv.DictReader(old))
-    unfinished.replace(path)
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()

@@ -12,12 +12,11 @@ import torch
 
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
+from fabricamp.files import replace_text
 from fabricamp.loggers.base import Logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-__all__ = ["RunFolderLogger", "writes"]
 
 _HYPERPARAMETERS = "hparams.yaml"
 
@@ -41,7 +40,8 @@ class RunFolderLogger(Logger):
             raise ConfigError(
                 f"{type(self).__name__}(version={version!r}): choose a number from 0, a name, or None for the next free one"
             )
-        self.save_dir = Path(save_dir).expanduser().absolute()
+        self._root = Path(save_dir).expanduser().absolute() / (name or "")
+        self.save_dir = str(Path(save_dir).expanduser().absolute())
         self.name = name or ""
         self._version = version
         self._claimed = False
@@ -49,9 +49,9 @@ class RunFolderLogger(Logger):
         self._hyperparameters: dict[str, Any] = {}
 
     @property
-    def root_dir(self) -> Path:
+    def root_dir(self) -> str:
         """The folder that holds the versions."""
-        return self.save_dir / self.name
+        return str(self._root)
 
     @property
     def version(self) -> int | str:
@@ -65,7 +65,7 @@ class RunFolderLogger(Logger):
                     f"{type(self).__name__}.version is decided by rank 0 when fit starts, and is not known on this rank before"
                 )
             try:
-                self._version, self._claimed = _claim_version(self.root_dir), True
+                self._version, self._claimed = _claim_version(self._root), True
             except OSError as error:
                 raise ConfigError(
                     f"{type(self).__name__} cannot make a folder for this run in {self.root_dir}: {error.strerror or error}; give "
@@ -77,27 +77,40 @@ class RunFolderLogger(Logger):
     def version(self, version: int | str) -> None:
         self._version = version
 
+    def identity(self) -> int | str:
+        """The version."""
+        return self.version
+
+    def join(self, identity: int | str) -> None:
+        """Takes rank 0's version."""
+        self.version = identity
+
     @property
-    def log_dir(self) -> Path:
+    def log_dir(self) -> str:
         """The folder of this run."""
+        return str(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this run, as a path."""
         version = self.version
-        return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
+        return self._root / (f"version_{version}" if isinstance(version, int) else version)
 
     def give_back(self) -> None:
         """Gives a number that was taken back, where nothing was written: the run failed before it began."""
         if not self._claimed:
             return
         try:
-            self.log_dir.rmdir()
+            self.folder.rmdir()
         except OSError:  # something is in it
             return
         self._version, self._claimed = None, False
 
     def run_folders(self) -> list[Path]:
         """The folders of this run and of those before it that had numbers, newest first."""
-        found = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self.root_dir.glob("version_*")]
+        found = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self._root.glob("version_*")]
         numbers = sorted({int(number[1]) for number in found if number}, reverse=True)
-        return list(dict.fromkeys([self.log_dir, *(self.root_dir / f"version_{number}" for number in numbers)]))
+        return list(dict.fromkeys([self.folder, *(self._root / f"version_{number}" for number in numbers)]))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them."""
@@ -112,11 +125,9 @@ class RunFolderLogger(Logger):
 
     def _write_hyperparameters(self) -> None:
         yaml: Any = importlib.import_module("yaml")
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(_showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
-        unfinished = self.log_dir / f".{_HYPERPARAMETERS}.partial"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self.log_dir / _HYPERPARAMETERS)
+        replace_text(self.folder / _HYPERPARAMETERS, text, private=self.private)
 
 
 def _claim_version(root: Path) -> int:

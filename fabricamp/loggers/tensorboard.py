@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoardLogger"]
+    from fabricamp.loggers.event_file import EventFile
 
 _OWN = ("save_dir", "name", "version", "prefix", "default_hp_metric")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
@@ -25,7 +26,9 @@ class TensorBoardLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
     ``default_hp_metric`` logs a ``hp_metric`` beside the hyper-parameters, without which TensorBoard's HPARAMS page stays empty.
-    Further ``options`` are those of torch's ``SummaryWriter``, whose own thread writes the file.
+    Further ``options`` are those of torch's ``SummaryWriter``.  Events are written every ``flush_secs`` (30) seconds or beyond
+    ``max_queue`` (10) of them, before a checkpoint takes its place, and at the end.  A run that goes on from a checkpoint in the
+    same folder hides what stands behind it.  Events that the disk refuses wait in memory.
 
     Example:
         >>> logger = TensorBoardLogger("runs", name="digits")
@@ -48,19 +51,30 @@ class TensorBoardLogger(RunFolderLogger):
                 )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
-        # A killed run loses what was logged since the last flush.
-        self._options = {"flush_secs": 30, **options}
+        self._options = {"max_queue": 10, "flush_secs": 30, "filename_suffix": "", "purge_step": None, **options}
         self._writer: SummaryWriter | None = None
+        self._file: EventFile | None = None
+        self._goes_on = False
 
     @property
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter`` of this run, for what has no method here; does nothing on ranks other than 0."""
         if not writes():
-            return _Silent()  # type: ignore[return-value]
+            return Silent()  # type: ignore[return-value]
+        if self._file is not None and self.private and not self._file.private:
+            self.close()
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            from fabricamp.loggers.event_file import EventFile, EventWriter
 
-            self._writer = SummaryWriter(str(self.log_dir), **self._options)
+            self._file = EventFile(
+                self.folder,
+                self.trouble,
+                max_queue=self._options["max_queue"],
+                flush_secs=self._options["flush_secs"],
+                suffix=self._options["filename_suffix"],
+                private=self.private,
+            )
+            self._writer = EventWriter(self._file, self._options["purge_step"])
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -76,7 +90,7 @@ class TensorBoardLogger(RunFolderLogger):
         """Shows them on TensorBoard's HPARAMS page, with ``metrics`` as the columns beside them."""
         before = dict(self._hyperparameters)
         super().log_hyperparams(params, metrics)
-        if self._hyperparameters == before:
+        if self._hyperparameters == before or self._goes_on:
             return
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}
@@ -98,29 +112,39 @@ class TensorBoardLogger(RunFolderLogger):
         self.experiment.add_text(name, text, step)
 
     def save(self) -> None:
-        """Waits until all of it is in the file."""
+        """Writes what is still in memory."""
         if self._writer is not None:
             self._writer.flush()
+
+    def barrier(self, step: int) -> None:
+        """Returns once the disk has every event that was given so far."""
+        if self._file is not None:
+            self._file.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The event file, and so many bytes of it."""
+        _ = self.experiment
+        return self._file.state_dict() if self._file is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hides what stands behind that place in this folder; the hyper-parameters are there already."""
+        if state_dict and writes():
+            _ = self.experiment
+            assert self._file is not None
+            self._goes_on = self._file.go_on_from(state_dict["file"], state_dict["bytes"])
 
     def close(self) -> None:
         """Closes the file; what is logged afterwards goes into a new one beside it."""
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+        self._writer, self._file, self._goes_on = None, None, False
 
     def _add(self, summary: Any, step: int) -> None:
         writer: Any = self.experiment
         writer.file_writer.add_summary(summary, step)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None}  # its thread stays in this process
-
-
-class _Silent:
-    """Takes any call and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return {**self.__dict__, "_writer": None, "_file": None}  # one file a process
 
 
 def _flat(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:

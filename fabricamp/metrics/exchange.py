@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabricamp.metrics.slots import Published, Table
+    from fabricamp.metrics.slots import MetricTable, Published
     from fabricamp.strategies.base import Strategy
-
-__all__ = ["Contribution", "Merged", "Row", "Snapshot", "merge", "read", "take"]
 
 _HEADER = 2
 
@@ -58,7 +56,7 @@ class Snapshot:
     event: torch.cuda.Event | None
 
 
-class Row(NamedTuple):
+class RankValues(NamedTuple):
     """The values of one rank, on the host."""
 
     published: Sequence[Published]
@@ -74,21 +72,30 @@ class Row(NamedTuple):
             yield published, Contribution(_total(published, number, weight, device), int(abs(weight)))
 
 
-def take(table: Table, strategy: Strategy, step: int) -> Snapshot:
+def take(table: MetricTable, strategy: Strategy, step: int) -> Snapshot:
     """Starts the way of all values of ``table`` to the host; on a GPU nothing here waits for it."""
-    cells = list(table.cells.values())
+    if strategy.world_size == 1:
+        return take_own(table, step)
+    numbers, weights = _on_host(table)
+    copy, event = _start_copy(strategy.all_gather(_packed(table, numbers, weights)))
+    return Snapshot(step, table.published(), numbers, weights, min(len(numbers), table.wire), copy, event)
+
+
+def take_own(table: MetricTable, step: int) -> Snapshot:
+    """Starts the way of this rank's values to its host; nothing here waits, and no other rank takes part."""
+    numbers, weights = _on_host(table)
+    copy, event = _start_copy(table.bank[: len(numbers)])
+    return Snapshot(step, table.published(), numbers, weights, len(numbers), copy, event)
+
+
+def _on_host(table: MetricTable) -> tuple[list[float], list[int]]:
+    """The Python numbers of all cells, and their weights."""
+    cells = table.cells.values()
     numbers = [float(cell.metric is not None) if cell.published.mode == "metric" else cell.number for cell in cells]
-    weights = [cell.weight for cell in cells]
-    sent = len(cells)
-    vector = table.bank[:sent]
-    if strategy.world_size > 1:
-        sent = min(sent, table.wire)
-        vector = strategy.all_gather(_packed(table, numbers, weights))
-    copy, event = _start_copy(vector)
-    return Snapshot(step, table.published(), numbers, weights, sent, copy, event)
+    return numbers, [cell.weight for cell in cells]
 
 
-def read(snapshot: Snapshot, table: Table, strategy: Strategy) -> tuple[list[Row], bool]:
+def read(snapshot: Snapshot, table: MetricTable, strategy: Strategy) -> tuple[list[RankValues], bool]:
     """The ranks' values, after the wait for their copy, and whether all of them have travelled.
 
     Every rank reads the same snapshots in the same order, so all of them see a disagreement at the same place.
@@ -96,7 +103,7 @@ def read(snapshot: Snapshot, table: Table, strategy: Strategy) -> tuple[list[Row
     if snapshot.event is not None:
         snapshot.event.synchronize()
     if strategy.world_size == 1:
-        return [Row(snapshot.published, snapshot.numbers, snapshot.weights, snapshot.copy.tolist())], True
+        return [read_own(snapshot)], True
     wire = (snapshot.copy.shape[1] - _HEADER) // 3
     received = snapshot.copy.tolist()
     orders = _orders(snapshot, received, table, strategy)
@@ -107,7 +114,12 @@ def read(snapshot: Snapshot, table: Table, strategy: Strategy) -> tuple[list[Row
     return rows, most <= wire
 
 
-def merge(rows: Sequence[Row]) -> list[Merged]:
+def read_own(snapshot: Snapshot) -> RankValues:
+    """What :func:`take_own` took, once it has arrived."""
+    return RankValues(snapshot.published, snapshot.numbers, snapshot.weights, snapshot.copy.tolist())
+
+
+def merge(rows: Sequence[RankValues]) -> list[Merged]:
     """Each value that any rank has logged, reduced over the ranks that have it."""
     parts: dict[Published, list[Contribution | None]] = {}
     for rank, row in enumerate(rows):
@@ -117,31 +129,31 @@ def merge(rows: Sequence[Row]) -> list[Merged]:
     return [Merged(published, _reduce(published.mode, own), own) for published, own in logged]
 
 
-def _packed(table: Table, numbers: list[float], weights: list[int]) -> Tensor:
+def _packed(table: MetricTable, numbers: list[float], weights: list[int]) -> Tensor:
     count = len(numbers)
     padding = [0.0] * max(0, table.wire - count)
     header = [float(table.signature()), float(count)]
     host = [*header, *numbers[: table.wire], *padding, *weights[: table.wire], *padding]
-    pinned = torch.tensor(host, dtype=torch.float64, pin_memory=table.device.type == "cuda")
+    pinned = torch.tensor(host, dtype=torch.float64, device="cpu", pin_memory=table.device.type == "cuda")
     return torch.cat([pinned.to(table.device, non_blocking=True), table.bank[: table.wire]])
 
 
-def _unpacked(published: Sequence[Published], row: list[float], wire: int) -> Row:
+def _unpacked(published: Sequence[Published], row: list[float], wire: int) -> RankValues:
     parts = (row[_HEADER + index * wire : _HEADER + (index + 1) * wire] for index in range(3))
-    return Row(published, *parts)
+    return RankValues(published, *parts)
 
 
 def _start_copy(vector: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy of ``vector`` on the host, and the event after which it is there (torch keeps and reuses the pinned memory)."""
     if vector.device.type != "cuda":
         return vector, None
-    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    pinned = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
     pinned.copy_(vector, non_blocking=True)
     return pinned, torch.cuda.current_stream(vector.device).record_event()
 
 
 def _orders(
-    snapshot: Snapshot, received: list[list[float]], table: Table, strategy: Strategy
+    snapshot: Snapshot, received: list[list[float]], table: MetricTable, strategy: Strategy
 ) -> list[tuple[Published, ...]]:
     """What the cells of each rank's row mean; where the ranks differ, they agree on one order for the next exchanges."""
     if len({row[0] for row in received}) == 1:

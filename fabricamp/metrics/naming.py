@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.metrics.slots import Published
+from fabricamp.metrics.slots import NO_LOADER, Published
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
     from fabricamp.metrics.slots import Arguments
     from fabricamp.state import RunState
 
-__all__ = ["LOADER_MARK", "check_arguments", "full_name", "published_values"]
-
+_FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "sync_dist", "add_dataloader_idx", "rank_zero_only")
 _MODES = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
 
@@ -42,6 +41,7 @@ def published_values(
             prog_bar=bool(arguments.prog_bar),
             logger=arguments.logger is None or bool(arguments.logger),
             sync_dist=bool(arguments.sync_dist),
+            loader=state.dataloader_idx if state.scope is Scope.EVAL_STEP else NO_LOADER,
         )
 
     return value(per_step=True) if on_step else None, value(per_step=False) if on_epoch else None
@@ -52,6 +52,10 @@ def check_arguments(arguments: Arguments, state: RunState) -> None:
     name = arguments.name
     if not isinstance(name, str) or not name:
         raise ConfigError(f"self.log(name={name!r}, ...): a name is a string that is not empty")
+    for flag in _FLAGS:
+        value = getattr(arguments, flag)
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"self.log({name!r}, {flag}={value!r}): give True or False")
     if LOADER_MARK in name:
         raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added by itself; leave it out of the name")
     if state.scope in (Scope.NOWHERE, Scope.PREDICT):

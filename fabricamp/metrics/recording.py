@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.naming import check_arguments, full_name, published_values
-from fabricamp.metrics.slots import NO_LOADER, Arguments, Slot, Table
+from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Slot
 from fabricamp.metrics.values import as_weight, batch_length, is_metric, plain_value
 from fabricamp.state import Scope
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fabricamp.metrics.slots import Cell
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
-
-__all__ = ["Recording"]
 
 
 class Recording:
@@ -33,7 +31,7 @@ class Recording:
         self.reads_cpu_tensors = True
         self._state = state
         self._strategy = strategy
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, MetricTable] = {}
         self._known: dict[tuple[Any, ...], Slot] = {}
         self._asynchronous = False
         self._keep_outside_graphs: Callable[..., None] | None = None
@@ -69,12 +67,16 @@ class Recording:
             self._keep_tensor(slot, value.detach(), batch_size)
 
     def _table_name(self) -> str:
-        return Table.TRAINING if self._state.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH) else Table.EVALUATION
+        return (
+            MetricTable.TRAINING
+            if self._state.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
+            else MetricTable.EVALUATION
+        )
 
-    def _table(self, name: str) -> Table:
+    def _table(self, name: str) -> MetricTable:
         table = self._tables.get(name)
         if table is None:
-            table = self._tables[name] = Table(self._strategy.device)
+            table = self._tables[name] = MetricTable(self._strategy.device)
             self._asynchronous = table.device.type == "cuda"
         return table
 
@@ -85,15 +87,15 @@ class Recording:
         slot = self._table(self._table_name()).slots.get((state.scope, full_name(arguments, state)))
         if slot is None:
             slot = self._new_slot(arguments, value)
-        elif published_values(arguments, state, metric=slot.metric is not None) != slot.published:
-            raise ConfigError(
-                f"one key is logged with different arguments in {state.scope.value}: {slot.arguments} and {arguments}; "
-                "use the same arguments, or two names"
-            )
         elif slot.loader not in (state.dataloader_idx, NO_LOADER) and state.scope is Scope.EVAL_STEP:
             raise ConfigError(
                 f"{arguments} was called for the dataloaders {slot.loader} and {state.dataloader_idx}, whose values would mix; "
                 "use add_dataloader_idx=True, or a name for each loader"
+            )
+        elif not slot.follow(published_values(arguments, state, metric=slot.metric is not None)):
+            raise ConfigError(
+                f"one key is logged with different arguments in {state.scope.value}: {slot.arguments} and {arguments}; "
+                "use the same arguments, or two names"
             )
         slot.loader = state.dataloader_idx
         return slot

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.errors import CheckpointError
-from fabricamp.metrics.exchange import Row
+from fabricamp.metrics.exchange import RankValues
 from fabricamp.metrics.slots import Published
 from fabricamp.metrics.values import is_metric
 
@@ -17,25 +17,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp.metrics.slots import Table
-
-__all__ = [
-    "find_objects",
-    "load_objects",
-    "load_rows",
-    "load_table",
-    "save_objects",
-    "save_rows",
-    "save_table",
-]
+    from fabricamp.metrics.slots import MetricTable
 
 
-def save_table(table: Table, objects: dict[int, str]) -> dict[str, Any]:
+def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
     """Returns the values of ``table``'s cells; ``objects`` names torchmetrics objects by their ids."""
     return {
         "cells": [
             {
-                "published": list(cell.published),
+                "published": cell.published._asdict(),
                 "number": cell.number,
                 "weight": cell.weight,
                 "object": objects.get(id(cell.metric), ""),
@@ -46,11 +36,11 @@ def save_table(table: Table, objects: dict[int, str]) -> dict[str, Any]:
     }
 
 
-def load_table(table: Table, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
+def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
     """Puts the values of ``states`` into ``table``, before anything is logged: one rank's, or the sum of several ranks'."""
     for state in states:
         for saved, value in zip(state["cells"], state["values"], strict=True):
-            published = Published(*saved["published"])
+            published = Published(**saved["published"])
             if len(states) > 1 and published.per_step:
                 continue  # the latest value of one rank says nothing of another
             cell = table.restore(published)
@@ -67,14 +57,22 @@ def load_table(table: Table, states: Sequence[dict[str, Any]], objects: dict[str
                 cell.weight = 1 if published.mode == "metric" else cell.weight + saved["weight"]
 
 
-def save_rows(rows: Sequence[Row]) -> list[list[Any]]:
+def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
     """Returns a flush that has arrived as plain values."""
-    return [[[list(one) for one in row.published], *(list(part) for part in row[1:])] for row in rows]
+    return [
+        {
+            "published": [one._asdict() for one in row.published],
+            "numbers": list(row.numbers),
+            "weights": list(row.weights),
+            "device": list(row.device),
+        }
+        for row in rows
+    ]
 
 
-def load_rows(saved: Sequence[Sequence[Any]]) -> list[Row]:
+def load_rows(saved: Sequence[dict[str, Any]]) -> list[RankValues]:
     """Returns what :func:`save_rows` was given."""
-    return [Row([Published(*one) for one in published], *parts) for published, *parts in saved]
+    return [RankValues(**{**row, "published": [Published(**one) for one in row["published"]]}) for row in saved]
 
 
 def find_objects(module: nn.Module) -> dict[str, Any]:

@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["NO_LOADER", "Arguments", "Cell", "Published", "Slot", "Table"]
-
 _NEUTRAL = {"min": math.inf, "max": -math.inf}
 _INITIAL_CAPACITY = 64
 _STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
 
 NO_LOADER = -1
-"""The dataloader of a slot that nothing was logged to since it was cleared."""
-_STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
-
-NO_LOADER = -1
-"""The dataloader of a slot that nothing was logged to since it was cleared."""
+"""The dataloader of a value that is of no single one, and of a slot that nothing was logged to since it was cleared."""
 
 
 class Arguments(NamedTuple):
@@ -51,7 +45,10 @@ class Arguments(NamedTuple):
 
 
 class Published(NamedTuple):
-    """One value as the outside sees it.  ``mode`` is "mean", "sum", "min", "max", or "metric" for one that computes itself."""
+    """One value as the outside sees it.
+
+    ``mode`` is "mean", "sum", "min", "max", or "metric" for one that computes itself; ``loader`` is the one it was logged for.
+    """
 
     key: str
     plain_key: str
@@ -60,6 +57,7 @@ class Published(NamedTuple):
     prog_bar: bool
     logger: bool
     sync_dist: bool
+    loader: int = NO_LOADER
 
     @property
     def identity(self) -> tuple[bool, str]:
@@ -135,6 +133,18 @@ class Slot:
         self.metric: Any = None
         self.weighs = published[1] is not None and published[1].mode == "mean" and scope in _STEP_SCOPES
 
+    def follow(self, published: tuple[Published | None, Published | None]) -> bool:
+        """Takes over whose loader's a call is; returns whether it asks for the same as the calls before it, otherwise."""
+        if [one and one._replace(loader=NO_LOADER) for one in published] != [
+            one and one._replace(loader=NO_LOADER) for one in self.published
+        ]:
+            return False
+        self.published = published
+        for cell, one in zip((self.step, self.epoch), published, strict=True):
+            if cell is not None and one is not None:
+                cell.published = one
+        return True
+
     def clear(self) -> None:
         """Forgets the epoch's values and resets the torchmetrics object."""
         self.loader = NO_LOADER
@@ -145,7 +155,7 @@ class Slot:
                 self.metric.reset()
 
 
-class Table:
+class MetricTable:
     """All slots of training, or all of evaluation.
 
     Every table has one fp64 vector on the device; its cells lie in it in an order on which the ranks agree (exchange.py).

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 
-__all__ = ["as_scalar", "as_weight", "batch_length", "is_metric", "plain_value"]
-
 
 def is_metric(value: object) -> bool:
     """Whether ``value`` is a torchmetrics object, found out without importing torchmetrics."""

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError
 from fabricamp.nn.sync_batch_norm import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
+from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-__all__ = ["convert_syncbn_model", "create_syncbn_process_group", "revert_syncbn_model"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -38,7 +36,7 @@ _HOOKS = (
 )
 """What a module keeps besides its tensors; the dictionaries themselves go over, so that handles still remove their hooks."""
 _ORIGINAL = "_batch_norm_before"
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_FORWARDS = (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 """What SyncBatchNorm does as well; activations and casts that a subclass adds would be lost."""
 
 
@@ -56,7 +54,7 @@ def convert_syncbn_model(
         raise ConfigError(f"convert_syncbn_model takes one module, not a {type(module).__name__}; call it for each")
 
     def convert(layer: nn.Module) -> nn.Module:
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+        if not isinstance(layer, AnyBatchNorm) or isinstance(layer, SyncBatchNorm):
             return layer
         return _as_synchronised(layer, process_group, channel_last=channel_last)
 
@@ -98,7 +96,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     return cast("dist.ProcessGroup", groups[dist.get_rank() // group_size])
 
 
-class _AnyBatchNorm(_BatchNorm):
+class _UncheckedBatchNorm(AnyBatchNorm):
     """What a SyncBatchNorm that never was another layer becomes."""
 
     def _check_input_dim(self, _input: object) -> None:
@@ -119,7 +117,7 @@ def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module], done
     return new
 
 
-def _as_synchronised(layer: _BatchNorm, group: dist.ProcessGroup | None, *, channel_last: bool) -> SyncBatchNorm:
+def _as_synchronised(layer: AnyBatchNorm, group: dist.ProcessGroup | None, *, channel_last: bool) -> SyncBatchNorm:
     _check_convertible(layer)
     if group is None and isinstance(layer, nn.SyncBatchNorm):
         group = layer.process_group
@@ -141,7 +139,7 @@ def _as_synchronised(layer: _BatchNorm, group: dist.ProcessGroup | None, *, chan
     return new
 
 
-def _check_convertible(layer: _BatchNorm) -> None:
+def _check_convertible(layer: AnyBatchNorm) -> None:
     """Raises :class:`ConfigError` where a SyncBatchNorm in the layer's place would silently compute something else."""
     kind = type(layer).__name__
     if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
@@ -160,19 +158,21 @@ def _check_convertible(layer: _BatchNorm) -> None:
         )
 
 
-def _reverted(layer: SyncBatchNorm) -> _BatchNorm:
+def _reverted(layer: SyncBatchNorm) -> AnyBatchNorm:
     if layer.fuse_relu or layer.channel_last:
         raise ConfigError(
             "a SyncBatchNorm with fuse_relu or channel_last has no BatchNorm that does the same; replace it by hand"
         )
     original = getattr(layer, _ORIGINAL, None)
     if original is None:
-        original = _AnyBatchNorm(layer.num_features, layer.eps, layer.momentum, affine=False, track_running_stats=False)
+        original = _UncheckedBatchNorm(
+            layer.num_features, layer.eps, layer.momentum, affine=False, track_running_stats=False
+        )
     _move(layer, original)
-    return cast("_BatchNorm", original)
+    return cast("AnyBatchNorm", original)
 
 
-def _move(source: _BatchNorm, target: _BatchNorm) -> None:
+def _move(source: AnyBatchNorm, target: AnyBatchNorm) -> None:
     """Gives ``target`` all that ``source`` is: its tensors themselves, its options, its hooks."""
     target._parameters = source._parameters
     target._buffers = source._buffers

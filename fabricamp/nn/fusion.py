@@ -9,8 +9,6 @@ from torch import nn
 from fabricamp.errors import ConfigError
 from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm
 
-__all__ = ["fuse"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}

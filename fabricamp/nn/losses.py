@@ -11,8 +11,6 @@ from fabricamp.ops.cross_entropy import CrossEntropyRule, check_rule, fused_cros
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
-
 
 class SoftmaxCrossEntropyLoss(nn.Module):
     """Cross-entropy of logits (any shape, classes last) and class indices, at the cost in memory of the logits' gradient.

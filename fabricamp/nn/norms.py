@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as modules, and apex's functions of them."""
+"""LayerNorm and RMSNorm as modules."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ from torch import nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.normalization import layer_norm, rms_norm, rms_norm_reference
+from fabricamp.ops.norm.normalization import layer_norm, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
 
 
 # torch.fx sees a norm as one operation, as it sees torch's.
@@ -134,8 +120,14 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         if is_scripting():
             x = input.to(self.weight.dtype)
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dtype=self.weight.dtype,
+            memory_efficient=self.memory_efficient,
         )
 
 
@@ -182,82 +174,3 @@ def _affine(name: str, given: dict[str, Any]) -> bool:
         )
     warnings.warn(f"{name} always has parameters: leave elementwise_affine out", stacklevel=4)
     return True
-
-
-def fused_layer_norm_affine(
-    input: Tensor,  # noqa: A002  # apex's names and order
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the LayerNorm of ``input`` in its own dtype."""
-    return layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
-
-
-def fused_layer_norm(
-    input: Tensor,  # noqa: A002
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the LayerNorm of ``input`` in its own dtype, without parameters."""
-    return layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,  # noqa: A002
-    weight: Tensor,
-    bias: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the LayerNorm of ``input`` in the dtype of ``weight``."""
-    dtype = weight.dtype
-    return layer_norm(input, normalized_shape, weight, bias, eps, dtype=dtype, memory_efficient=memory_efficient)
-
-
-def fused_rms_norm_affine(
-    input: Tensor,  # noqa: A002
-    weight: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the RMSNorm of ``input`` in its own dtype."""
-    return rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
-
-
-def fused_rms_norm(
-    input: Tensor,  # noqa: A002
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the RMSNorm of ``input`` in its own dtype, without parameters."""
-    return rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor,  # noqa: A002
-    weight: Tensor,
-    normalized_shape: int | Sequence[int],
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the RMSNorm of ``input`` in the dtype of ``weight``."""
-    dtype = weight.dtype
-    return rms_norm(input, normalized_shape, weight, eps, dtype=dtype, memory_efficient=memory_efficient)
-
-
-def manual_rms_norm(
-    input: Tensor,  # noqa: A002
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """Returns the RMSNorm of ``input`` by torch's own operations; half weights give an output of their dtype."""
-    dtype = input.dtype if weight is None else weight.dtype
-    return rms_norm_reference(input, normalized_shape, weight, eps, dtype=dtype)

@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.batch_norm_exchange import BatchNormExchange
-from fabricamp.ops.sync_batch_norm import sync_batch_norm
+from fabricamp.ops.batch_norm.exchange import BatchNormExchange
+from fabricamp.ops.batch_norm.sync_batch_norm import sync_batch_norm
+from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor
 
-__all__ = ["SyncBatchNorm"]
 
-
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(AnyBatchNorm):
     """Batch normalisation over the batches of all ranks of ``process_group`` (None: all ranks), as BatchNorm over the joined batch.
 
     Inputs are (N, C) or (N, C, ...) in any memory format; with ``channel_last`` the last dimension has the channels.  Ranks may

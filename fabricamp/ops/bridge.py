@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import re
 import warnings
 from importlib.util import find_spec
@@ -13,23 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fabricamp.torch_private import current_stream
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "COMPILERS",
-    "Backend",
-    "Kernel",
-    "backend",
-    "c_type",
-    "check_compiles",
-    "kernel",
-    "kernel_files",
-    "runs_kernels",
-    "source",
-]
-
-KERNELS: Final = Path(__file__).parent / "kernels"
 _MOST_CALLS: Final = 256
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES: Final = {
@@ -39,51 +28,29 @@ _TYPES: Final = {
     torch.bfloat16: "__nv_bfloat16",
     None: "None",
 }
-_FILES: Final = {
-    "accumulate": "sums",
-    "adagrad": "adagrad",
-    "adam": "adam",
-    "axpby": "sums",
-    "copy_cast": "tensors",
-    "ema": "ema",
-    "finish": "finish",
-    "focal_loss": "focal_loss",
-    "fused_cross_entropy": "cross_entropy",
-    "gradient_statistics": "statistics",
-    "l2norm": "statistics",
-    "lamb": "lamb",
-    "larc": "larc",
-    "layer_norm": "norm_forward",
-    "novograd": "novograd",
-    "rms_norm": "norm_forward",
-    "scale": "tensors",
-    "sgd": "sgd",
-    "sync_batch_norm": "sync_batch_norm",
-    "update_scale": "finish",
-}
-"""Which ``.cu`` file each op runs."""
-
 Defines = tuple[tuple[str, str], ...]
 """What a kernel's text is compiled with besides: pairs of a macro's name and its text."""
 
 Kind = tuple["torch.dtype | None", ...]
 """The dtypes of one row of a table, a column each; None where the row does not have the column."""
 
-_HALF, _FULL = torch.float16, torch.float32
-_TYPICAL: Final[dict[str, tuple[Kind, ...]]] = {
-    "adagrad": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
-    "adam": ((_FULL, _FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _FULL, _HALF)),
-    "ema": ((_FULL, _FULL),),
-    "lamb": ((_FULL, _FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _FULL, _HALF)),
-    "larc": ((_FULL, _FULL, None),),
-    "novograd": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
-    "sgd": ((_FULL, _FULL, _FULL, None), (_HALF, _FULL, _FULL, _HALF)),
-    "statistics": ((_FULL,), (_HALF,)),
-    "sums": ((_HALF, _FULL, _FULL),),
-    "tensors": ((_FULL, _FULL), (_FULL, _HALF)),
+_OPS: Final = re.compile(r"^// ops: (.+)$", re.MULTILINE)
+"""How a kernel file says which ops run it."""
+_FUNCTION: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)")
+_NUMBERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "double": lambda value: ctypes.c_double(float(value)),
+    "int64": lambda value: ctypes.c_longlong(operator.index(value)),
 }
-"""Rows that most runs have, of the files that serve tables."""
-_FUNCTION: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
+"""How a number becomes an argument, by the type that the kernel's text has for it."""
+
+
+_FIELDS: Final[dict[str, type[Any]]] = {
+    "double": ctypes.c_double,
+    "float": ctypes.c_float,
+    "int": ctypes.c_int,
+    "int64": ctypes.c_longlong,
+}
+"""The numbers in structures."""
 
 
 class Backend(NamedTuple):
@@ -99,7 +66,8 @@ class Backend(NamedTuple):
 class Function(Protocol):
     """A compiled kernel: ``launch(blocks, threads, arguments, stream)``, with the address of an array of argument addresses."""
 
-    def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None: ...
+    def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None:
+        """Launches it on ``stream``."""
 
 
 def c_type(dtype: torch.dtype | None) -> str:
@@ -108,17 +76,17 @@ def c_type(dtype: torch.dtype | None) -> str:
 
 
 def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
-    """Returns the text of ``kernels/<file>.cu`` with our headers in place.
+    """Returns the text of ``<file>.cu`` with our headers in place.
 
-    ``KINDS``, the rows that it has to serve, is defined in front of it, and each of ``defines`` (a kernel on single tensors
-    takes its types and widths so).
+    ``KINDS``, the rows that it has to serve, is defined in front of it (without any, a file takes the rows that most runs have),
+    and each of ``defines`` (a kernel on single tensors takes its types and widths so).
 
     The headers are part of the text because CuPy's disk cache goes by the text alone.
     """
     rows = " ".join(f"KIND({index}, {', '.join(_TYPES[one] for one in kind)})" for index, kind in enumerate(kinds))
-    text = (KERNELS / f"{file}.cu").read_text()
-    text = re.sub(r'#include "(\w+\.cuh)"', lambda found: (KERNELS / found[1]).read_text(), text)
-    lines = [f"#define {name} {value}\n" for name, value in (("KINDS", rows), *defines)]
+    texts = kernel_texts()
+    text = re.sub(r'#include "(\w+\.cuh)"', lambda found: texts[found[1]].read_text(), texts[f"{file}.cu"].read_text())
+    lines = [f"#define {name} {value}\n" for name, value in (*((("KINDS", rows),) if kinds else ()), *defines)]
     return "".join(lines) + text.replace("#pragma once", "")
 
 
@@ -157,23 +125,44 @@ COMPILERS: dict[str, Callable[..., Function]] = {"cuda": _with_cupy}
 shared memory after these for a kernel that has it; the tests add one for "cpu"."""
 
 
-def _public_current_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+@functools.cache
+def structure(file: str, name: str) -> type[ctypes.Structure]:
+    """Returns ``struct name`` of the kernel file or header ``file`` as a launch takes it: its fields are those that stand there.
+
+    A field is a number, a pointer (an address here), or another structure of the same file.
+    """
+    text = re.sub(r"//.*", "", kernel_texts()[file].read_text())
+    found = re.search(rf"^struct {name} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{file} has no struct {name}")
+    fields = []
+    for declaration in filter(None, map(str.strip, found[1].split(";"))):
+        kind, field = declaration.rsplit(maxsplit=1)
+        fields.append((field, ctypes.c_void_p if "*" in kind else _FIELDS.get(kind) or structure(file, kind)))
+    # Without a dictionary it refuses a name that is no field; launches are remembered by their arguments.
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": (), "__hash__": object.__hash__})
 
 
-# Asked for at every launch: 0.1 us this way (which Triton takes too), 9.5 us by the public one.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
+def parameter_types(text: str, function: str) -> tuple[str, ...]:
+    """Returns what ``function`` of a kernel's ``text`` takes: for each argument "pointer", or its type."""
+    declared = {found[1]: found[2] for found in _FUNCTION.finditer(text)}[function]
+    words = [one.split() for one in declared.split(",") if one.strip()]
+    return tuple(["pointer" if any("*" in word for word in one) else one[0] for one in words])
 
 
 class Kernel:
     """A compiled kernel of one device, called with tensors, numbers and structures.
 
-    Integers arrive as ``long long``, floats as ``double``, tensors and None as addresses.  Each set of arguments is laid out
-    once: what changes from step to step is read from device memory.
+    Each argument arrives as the type that ``types`` (see :func:`parameter_types`) has in its place: a number as ``double`` or
+    ``int64``, whatever Python calls it, a tensor or None as an address, a structure by value.  Each set of arguments is laid
+    out once: what changes from step to step is read from device memory.
+
+    A call raises TypeError for an argument that its place cannot take, and ValueError for a tensor without memory of its own.
     """
 
-    def __init__(self, function: Function, device: torch.device) -> None:
+    def __init__(self, function: Function, device: torch.device, types: tuple[str, ...]) -> None:
         self._function = function
+        self._types = types
         self._device = device
         self._cuda = device.type == "cuda"
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
@@ -190,58 +179,80 @@ class Kernel:
         key = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
         call = self._calls.get(key)
         if call is None:
-            call = self._lay_out(key)
+            call = self._lay_out(key, arguments)
         if not self._cuda:
             self._function(blocks, threads, call[0], 0)
             return
-        stream = _current_stream(self._device.index)
+        stream = current_stream(self._device.index)
         if torch.cuda.current_device() == self._device.index:
             self._function(blocks, threads, call[0], stream)
         else:
             with torch.cuda.device(self._device):
                 self._function(blocks, threads, call[0], stream)
 
-    def _lay_out(self, key: tuple[Any, ...]) -> tuple[int, Any]:
+    def _lay_out(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[int, Any]:
         if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
             self._calls.clear()
-        values = [_as_c(one) for one in key]
+        if len(arguments) != len(self._types):
+            raise TypeError(f"a kernel that takes {len(self._types)} arguments {self._types} got {len(arguments)}")
+        values = [_as_c(kind, one) for kind, one in zip(self._types, arguments, strict=True)]
         addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         call = ctypes.addressof(addresses), (addresses, values)
         self._calls[key] = call
         return call
 
 
-def _as_c(value: Any) -> Any:
-    if isinstance(value, ctypes.Structure):
+def _as_c(kind: str, value: Any) -> Any:
+    """An argument as its place takes it: an int where the text says double would be read as other bits."""
+    if kind == "pointer" and (value is None or isinstance(value, Tensor)):
+        return ctypes.c_void_p(0 if value is None else address_of(value))
+    if kind in _NUMBERS and not isinstance(value, Tensor):
+        return _NUMBERS[kind](value)
+    if kind not in _NUMBERS and isinstance(value, ctypes.Structure):
         return value
-    if isinstance(value, float):
-        return ctypes.c_double(value)
-    return ctypes.c_longlong(value or 0)
+    raise TypeError(f"a kernel got {value!r} where it takes {kind}")
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns where the elements of ``tensor`` are; raises ValueError where it has some and no memory of its own."""
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise ValueError(
+            f"a kernel got a {type(tensor).__name__} on {tensor.device} whose {tensor.numel()} elements are not in memory of its "
+            "own (a DTensor, another wrapper, a tensor on meta, or freed storage); give the plain tensor that holds them"
+        )
+    return address
 
 
 @functools.cache
 def kernel(
     file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = (), shared: int = 0
 ) -> Kernel:
-    """Returns ``function`` of ``kernels/<file>.cu``, compiled once per device.
+    """Returns ``function`` of ``<file>.cu``, compiled once per device.
 
     A kernel over a table serves rows of ``kinds``; one over single tensors takes its types and sizes as ``defines``.  Each of
     its blocks gets ``shared`` bytes of dynamic shared memory, at most what the device gives to one block.
     """
     dynamic = (shared,) if shared else ()
-    return Kernel(COMPILERS[device.type](source(file, kinds, defines), function, device, *dynamic), device)
+    text = source(file, kinds, defines)
+    return Kernel(COMPILERS[device.type](text, function, device, *dynamic), device, parameter_types(text, function))
+
+
+@functools.cache
+def kernel_texts() -> dict[str, Path]:
+    """Returns where each kernel file and header of the package is, by its name; a name stands once in the package."""
+    return {path.name: path for path in Path(__file__).parent.rglob("*.cu*")}
 
 
 def kernel_files() -> list[str]:
-    """Returns the names of the files in ``kernels/``, without their suffix."""
-    return sorted(path.stem for path in KERNELS.glob("*.cu"))
+    """Returns the names of the kernel files, without their suffix."""
+    return sorted(path.stem for path in kernel_texts().values() if path.suffix == ".cu")
 
 
 def check_compiles(file: str, device: torch.device) -> None:
-    """Compiles ``kernels/<file>.cu`` for ``device`` and the dtypes that most runs have; raises RuntimeError where it cannot."""
-    kinds = _TYPICAL.get(file, ())
-    function = _FUNCTION.findall(source(file, kinds))[-1]
-    kernel(file, function, kinds, device)
+    """Compiles ``<file>.cu`` for ``device`` and the dtypes that most runs have; raises RuntimeError where it cannot."""
+    function = _FUNCTION.findall(source(file))[-1][0]
+    kernel(file, function, (), device)
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -290,4 +301,11 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
         choice = Backend("torch", f"its tensors are on {chosen.type}")
     else:
         choice = Backend("torch", str(_cupy_obstacle()))
-    return dict.fromkeys(_FILES, choice)
+    return dict.fromkeys(_ops(), choice)
+
+
+@functools.cache
+def _ops() -> list[str]:
+    """Every op that has a kernel, as the kernel files say."""
+    lines = [found for name in kernel_files() for found in _OPS.findall(kernel_texts()[f"{name}.cu"].read_text())]
+    return sorted([op for line in lines for op in line.split(", ")])

@@ -15,8 +15,6 @@ from fabricamp.ops.tensors import scale
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["clip_grad_norm_"]
-
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = 1e-6  # torch's adds the same
 

@@ -18,15 +18,6 @@ from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
 if TYPE_CHECKING:
     from fabricamp.ops.bridge import Kernel
 
-__all__ = [
-    "CrossEntropyRule",
-    "check_rule",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "cross_entropy_reference",
-    "fused_cross_entropy",
-]
-
 _REDUCTIONS: Final = ("mean", "sum", "none")
 _LABELS: Final = {torch.int64: "int64", torch.int32: "int"}
 _LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -150,7 +141,7 @@ class _CrossEntropy(torch.autograd.Function):
         return made, None, None, None
 
 
-class _Layout(NamedTuple):
+class _RowStrides(NamedTuple):
     """Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``."""
 
     inner: int
@@ -158,11 +149,11 @@ class _Layout(NamedTuple):
     inner_stride: int
 
 
-def _layout(logits: Tensor) -> _Layout | None:
+def _row_strides(logits: Tensor) -> _RowStrides | None:
     """Where the rows of ``logits`` are; None where a kernel would need more strides than two to say it."""
     rows, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
     if logits.is_contiguous():
-        return _Layout(max(rows, 1), 0, classes)
+        return _RowStrides(max(rows, 1), 0, classes)
     if logits.stride(-1) != 1:
         return None
     groups: list[tuple[int, int]] = []  # sizes and strides, neighbours that lie end to end as one
@@ -176,10 +167,10 @@ def _layout(logits: Tensor) -> _Layout | None:
     if len(groups) > 2:
         return None
     inner = groups[-1] if groups else (1, 0)
-    return _Layout(inner[0], groups[0][1] if len(groups) == 2 else 0, inner[1])
+    return _RowStrides(inner[0], groups[0][1] if len(groups) == 2 else 0, inner[1])
 
 
-def _is_writable(layout: _Layout, rows: int, classes: int) -> bool:
+def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
     """Whether no two rows share memory."""
     dimensions = [(layout.inner_stride, layout.inner), (layout.outer_stride, rows // layout.inner)]
     taken = classes
@@ -216,10 +207,10 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule
     """
     if not runs_kernels(logits.device):
         return _forward_by_torch(logits, target, rule)
-    layout = _layout(logits)
+    layout = _row_strides(logits)
     if layout is None:
         logits = logits.contiguous()
-        layout = _layout(logits)
+        layout = _row_strides(logits)
         assert layout is not None
     target = target.contiguous()
     rows, lanes = target.numel(), _lanes(logits)
@@ -254,10 +245,10 @@ def cross_entropy_backward(
     """
     if not runs_kernels(logits.device):
         return _backward_by_torch(gradient, logits, target, statistics, rule)
-    layout = _layout(logits)
+    layout = _row_strides(logits)
     if layout is None:
         logits = logits.contiguous()
-        layout = _layout(logits)
+        layout = _row_strides(logits)
         assert layout is not None
     target = target.contiguous()
     rows, classes, lanes = target.numel(), logits.shape[-1], _lanes(logits)
@@ -296,7 +287,9 @@ def cross_entropy_reference(
     counts = labels != _NOT_A_CLASS
     if z_loss:
         losses = losses + z_loss * torch.where(counts, wide.logsumexp(-1).square(), 0)
-    losses = losses * torch.where(wrong, math.nan, 1.0)  # as a factor, so that the gradient is NaN too
+    losses = losses * torch.where(
+        wrong, math.nan, torch.ones_like(losses)
+    )  # as a factor, so that the gradient is NaN too
     if reduction == "none":
         return losses.reshape(target.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
@@ -328,7 +321,7 @@ def _forward_by_torch(logits: Tensor, target: Tensor, rule: CrossEntropyRule) ->
     counts = labels != _NOT_A_CLASS
     kept = [torch.stack((sums, torch.zeros_like(sums)), 1).masked_fill_(~counts[:, None], 0).reshape(-1)]
     if rule.reduction == "mean":
-        kept.append(counts.sum().reciprocal().reshape(1))
+        kept.append(counts.sum().float().reciprocal().reshape(1))
     return loss, torch.cat(kept).float()
 
 

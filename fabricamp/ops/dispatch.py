@@ -15,29 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch.autograd import forward_ad
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import bridge
-from fabricamp.ops.batch_norm_exchange import exchange_on
+from fabricamp.ops.batch_norm.exchange import exchange_on
 from fabricamp.ops.bridge import Backend, runs_kernels
+from fabricamp.torch_private import (
+    dispatch_modes,
+    forward_derivative_level,
+    functorch_active,
+    is_batched_gradient,
+    tracing_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-
-__all__ = [
-    "MEASURED",
-    "always",
-    "backend",
-    "bands_of",
-    "capability",
-    "chosen",
-    "is_batch",
-    "recorded",
-    "torch_alone",
-    "user_file",
-    "write",
-]
 
 SHIPPED: Final = Path(__file__).parent / "dispatch.json"
 MEASURED: Final = {"layer_norm": "layer_norm", "rms_norm": "rms_norm", "cross_entropy": "fused_cross_entropy"}
@@ -73,8 +65,7 @@ chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def torch_alone() -> bool:
     """Returns whether what looks on knows torch's own operations alone: torch.func, forward derivatives, torch.jit.trace."""
-    transforms: bool = torch._C._are_functorch_transforms_active()
-    return transforms or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+    return functorch_active() or forward_derivative_level() >= 0 or tracing_state() is not None
 
 
 torch_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -82,13 +73,12 @@ torch_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def is_batch(gradient: torch.Tensor) -> bool:
     """Returns whether ``gradient`` stands for several: ``torch.autograd.grad(is_grads_batched=True)``, vectorized Jacobians."""
-    batch: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
-    return batch or torch._C._are_functorch_transforms_active()
+    return is_batched_gradient(gradient) or functorch_active()
 
 
 def recorded() -> bool:
     """Returns whether what looks on has to see a registered operation: a compiler, make_fx, fake tensors, any dispatch mode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.step_state import StepState
 
-__all__ = ["ema"]
-
 
 @torch.no_grad()
 def ema(

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import c_type, kernel, runs_kernels
 
-__all__ = ["focal_loss", "focal_loss_reference"]
-
 _LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _IGNORED: Final = -2
 _THREADS: Final = 512
@@ -58,8 +56,8 @@ def focal_loss_reference(
     logits = cls_output[..., :num_real_classes]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = cls_targets_at_level.unsqueeze(-1)
-    positive = targets == torch.arange(num_real_classes, device=logits.device)
-    aim = torch.where(positive, 1 - label_smoothing / 2, label_smoothing / 2)
+    positive = targets == torch.arange(num_real_classes, dtype=torch.int64, device=logits.device)
+    aim = torch.where(positive, 1 - label_smoothing / 2, torch.full_like(logits, label_smoothing / 2))
     weight = torch.where(positive, alpha * (-logits).sigmoid() ** gamma, (1 - alpha) * logits.sigmoid() ** gamma)
     losses = weight * ((1 - aim) * logits - F.logsigmoid(logits))
     return losses.masked_fill(targets == _IGNORED, 0).sum() / num_positives_sum.reshape(())

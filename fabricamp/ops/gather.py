@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Gather"]
-
 
 class Gather:
     """Writes tensors, cast and multiplied, into ``slots`` on one device: one launch for all of them.

@@ -11,8 +11,6 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["index_mul_2d"]
-
 
 def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     """Returns ``in1[idx1] * in2``: matrices of one floating dtype with equally long rows, and an index for each row of ``in2``.

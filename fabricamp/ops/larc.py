@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
-from fabricamp.ops.table import Table
+from fabricamp.ops.rules import Rows, Rule, update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from fabricamp.ops.rules import Steering
     from fabricamp.ops.step_state import StepState
+    from fabricamp.ops.table import Table
 
-__all__ = ["LarcRule", "larc", "larc_reference", "launch_larc"]
 
-
-class LarcRule(NamedTuple):
-    """What the rows of one group share.
+@dataclass
+class LarcRule(Rule):
+    """What the rows of one group share: each gradient becomes ``rate * (gradient + weight_decay * parameter)``, in place.
 
     The rate is ``trust_coefficient * |parameter| / (|gradient| + weight_decay * |parameter| + eps)``; with ``clip`` that over
-    ``lr``, at most 1, so that an optimizer's ``lr`` times it is the smaller of both.
+    ``lr``, at most 1, so that an optimizer's ``lr`` times it is the smaller of both.  It is never read by the host.  Where a
+    parameter or its gradient is all zeros the gradient stays as it is, without weight decay.
     """
+
+    kernel: ClassVar[str] = "larc"
 
     lr: float | Tensor
     weight_decay: float = 0.0
@@ -37,67 +41,50 @@ class LarcRule(NamedTuple):
         """The rule as kernels/larc.cu reads it."""
         return (self.lr, self.weight_decay, self.trust_coefficient, self.eps, float(self.clip))
 
+    @classmethod
+    def launch(cls, table: Table, steering: Steering) -> None:
+        """The sums of squares of gradients and parameters, one rate a row, then the gradients."""
+        words = steering.arguments()[0]
+        numbers = table.numbers(2 * (table.chunks + table.rows))
+        sums, rates = numbers[: 2 * table.chunks], numbers[2 * table.chunks :]
+        table.launch(cls.kernel, "sums", words, sums)
+        table.launch(cls.kernel, "rates", words, sums, rates, blocks=table.rows)
+        table.launch(cls.kernel, "larc", words, rates, first_written=0)
 
-@torch.no_grad()
-def larc(
-    gradients: Sequence[Tensor], parameters: Sequence[Tensor], rule: LarcRule, *, state: StepState | None = None
-) -> None:
-    """Makes each gradient ``rate * (gradient + weight_decay * parameter)``, in place; the rate is never read by the host.
+    def reference(self, rows: Rows, steering: Steering) -> None:
+        """Does the same in torch's operations."""
+        if not rows.parameters:
+            return
 
-    Where a parameter or its gradient is all zeros the gradient stays as it is, without weight decay.
-    Gradients are multiplied by ``state.multiplier`` first; where ``state.found_inf`` is set nothing changes.
-    """
-    if not parameters:
-        return
-    if not runs_kernels(parameters[0].device):
-        larc_reference(gradients, parameters, rule, state=state)
-        return
-    table = Table((gradients, parameters), device=parameters[0].device)
-    table.set_scalars([rule.scalars()])
-    launch_larc(table, state)
+        def update() -> None:
+            parameters = widened(rows.parameters)
+            values = prepared(rows.gradients, parameters, steering.state, None)
+            rates, decays = self._rates(_norms(values), _norms(parameters))
+            if self.weight_decay != 0:
+                values = list(torch._foreach_add(torch._foreach_mul(parameters, decays), values))
+            rounded(torch._foreach_mul(values, rates), rows.gradients)
 
+        unless_skipped(steering.state, rows.gradients, update)
 
-def launch_larc(table: Table, state: StepState | None) -> None:
-    """Rewrites column 0 (gradients) of ``table`` by the norms of columns 0 and 1 (parameters), in three launches."""
-    words = None if state is None else state.words
-    numbers = table.numbers(2 * (table.chunks + table.rows))
-    sums, rates = numbers[: 2 * table.chunks], numbers[2 * table.chunks :]
-    table.launch("larc", "sums", words, sums)
-    table.launch("larc", "rates", words, sums, rates, blocks=table.rows)
-    table.launch("larc", "larc", words, rates, first_written=0)
-
-
-@torch.no_grad()
-def larc_reference(
-    gradients: Sequence[Tensor], parameters: Sequence[Tensor], rule: LarcRule, *, state: StepState | None = None
-) -> None:
-    """What :func:`larc` does, in torch's own operations."""
-    if not parameters:
-        return
-
-    def update() -> None:
-        wide = widened(parameters)
-        values = prepared(gradients, wide, state, None)
-        rates, decays = _rates(_norms(values), _norms(wide), rule)
-        if rule.weight_decay != 0:
-            values = list(torch._foreach_add(torch._foreach_mul(wide, decays), values))
-        rounded(torch._foreach_mul(values, rates), gradients)
-
-    unless_skipped(state, gradients, update)
+    def _rates(self, gradients: Tensor, parameters: Tensor) -> tuple[list[Any], list[Any]]:
+        """From norms to the rate and the weight decay of each tensor: numbers on the host's side, else tensors."""
+        rates = self.trust_coefficient * parameters / (gradients + self.weight_decay * parameters + self.eps)
+        if self.clip:
+            rates = (rates / self.lr).clamp_max(1.0)
+        plain = (gradients == 0) | (parameters == 0)
+        rates = rates.masked_fill(plain, 1.0)
+        decays = torch.full_like(rates, self.weight_decay).masked_fill(plain, 0.0)
+        if rates.device.type == "cpu":
+            return rates.tolist(), decays.tolist()
+        return list(rates.unbind()), list(decays.unbind())
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack([norm.double() for norm in torch._foreach_norm(tensors, 2)])
 
 
-def _rates(gradients: Tensor, parameters: Tensor, rule: LarcRule) -> tuple[list[Any], list[Any]]:
-    """From norms to the rate and the weight decay of each tensor: numbers on the host's side, else tensors."""
-    rates = rule.trust_coefficient * parameters / (gradients + rule.weight_decay * parameters + rule.eps)
-    if rule.clip:
-        rates = (rates / rule.lr).clamp_max(1.0)
-    plain = (gradients == 0) | (parameters == 0)
-    rates = rates.masked_fill(plain, 1.0)
-    decays = torch.full_like(rates, rule.weight_decay).masked_fill(plain, 0.0)
-    if rates.device.type == "cpu":
-        return rates.tolist(), decays.tolist()
-    return list(rates.unbind()), list(decays.unbind())
+def larc(
+    gradients: Sequence[Tensor], parameters: Sequence[Tensor], rule: LarcRule, *, state: StepState | None = None
+) -> None:
+    """Rewrites each gradient, times ``state.multiplier``, by ``rule``; where ``state.found_inf`` is set nothing changes."""
+    update(rule, Rows(gradients, parameters), state)

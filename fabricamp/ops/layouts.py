@@ -11,8 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Layouts", "addresses", "anchors", "dtypes", "is_dense", "same_layout"]
-
 _dtype: Final = attrgetter("dtype")
 
 

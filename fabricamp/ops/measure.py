@@ -12,14 +12,13 @@ import torch
 
 from fabricamp.ops import dispatch
 from fabricamp.ops.cross_entropy import fused_cross_entropy
-from fabricamp.ops.normalization import layer_norm, rms_norm
+from fabricamp.ops.norm.normalization import layer_norm, rms_norm
+from fabricamp.torch_private import sleep_on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fabricamp.ops.dispatch import Bands, Card, Runner
-
-__all__ = ["CASES", "Case", "compare", "measure_card"]
 
 _BYTES: Final = 2**28  # several times any cache, and long enough for the host to keep ahead
 _ROUNDS: Final = 5
@@ -65,8 +64,8 @@ def _operands(
 
 def cross_entropy_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
     """Returns what takes the cross-entropy of ``width`` classes and its gradient."""
-    logits = torch.randn(rows, width, dtype=dtype, device=device).requires_grad_()
-    target = torch.randint(width, (rows,), device=device)
+    logits = torch.randn(rows, width, dtype=dtype or torch.float32, device=device).requires_grad_()
+    target = torch.randint(width, (rows,), dtype=torch.int64, device=device)
     return lambda: torch.autograd.grad(fused_cross_entropy(logits, target), logits)
 
 
@@ -85,7 +84,7 @@ def _milliseconds(step: Callable[[], object], name: Runner) -> float:
     """GPU time: the passes wait behind a kernel that sleeps while the host issues them."""
     with dispatch.always(name):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SLEEP)
+        sleep_on_gpu(_SLEEP)
         start.record()
         for _ in range(_STEPS):
             step()

@@ -11,26 +11,28 @@ import ctypes
 import os
 import socket
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fabricamp.errors import DistributedError
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.pinned import pinned_for_kernels
+from fabricamp.torch_private import symmetric_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-__all__ = ["ALLOCATORS", "Mapped", "Slot", "Workspace", "check_peers", "obstacle_on", "timeout_of", "workspace_of"]
-
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, a ResNet-50's on two ranks."""
 _USUAL_TIMEOUT: Final = timedelta(minutes=30)
+_Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -38,11 +40,22 @@ class Mapped(NamedTuple):
     """A block of words that all ranks have mapped: where this rank sees each rank's, and what keeps them mapped."""
 
     addresses: list[int]
+    own: Tensor
+    """This rank's words."""
     keep: Any
 
 
-class Slot(NamedTuple):
-    """A layer's own part of the workspace."""
+class _Place(NamedTuple):
+    """Words of a block, counted from its first."""
+
+    block: int
+    start: int
+    words: int
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class WorkspaceSlot:
+    """A layer's own part of the workspace, which may have it back when this object is gone."""
 
     addresses: Tensor
     """Where each rank's lies, in device memory."""
@@ -54,13 +67,13 @@ class Slot(NamedTuple):
 
 def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:
     """Maps zeroed words through torch's symmetric memory; called by every rank of the group."""
-    import torch.distributed._symmetric_memory as symmetric
+    symmetric = symmetric_memory()
 
     with _without_multicast():
         own = symmetric.empty(words, dtype=torch.int64, device=device)
         own.zero_()
         handle = symmetric.rendezvous(own, group)
-    return Mapped(list(handle.buffer_ptrs), (own, handle))
+    return Mapped(list(handle.buffer_ptrs), own, handle)
 
 
 @contextlib.contextmanager
@@ -84,8 +97,8 @@ ALLOCATORS: Final[dict[str, Callable[[int, dist.ProcessGroup, torch.device], Map
 class Workspace:
     """Memory of one group on one device, in slots that never move, and the word that says that a rank did not come.
 
-    Slots are given out in the same order on every rank, since every rank reaches its layers in the same order; a slot stays its
-    layer's until the group is gone.
+    Slots are given out in the same order on every rank, since every rank reaches its layers in the same order.  A slot is given
+    out again when it is gone on every rank: an autograd graph that may still run backward has it too.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -93,11 +106,13 @@ class Workspace:
         self.device = device
         self.timeout = timeout_of(group, device)
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.host_failed = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        cuda = device.type == "cuda"
+        self.host_failed = pinned_for_kernels(1, dtype=torch.int64) if cuda else torch.zeros_like(self.failed)
         # Read at every call: a tenth of a microsecond so.
         self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
         self._blocks: list[Mapped] = []
-        self._size = self._used = 0
+        self._free: list[_Place] = []  # the same on every rank, as what is lent
+        self._lent: dict[_Place, weakref.ref[WorkspaceSlot]] = {}
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def grow(self, words: int) -> str:
@@ -110,30 +125,67 @@ class Workspace:
             block = ALLOCATORS[self.device.type](size, group, self.device)
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # zeroed before a peer writes
-        problems: list[str] = [""] * self._ranks
-        dist.all_gather_object(problems, problem, group=group)
+        problems = self._everyone(problem)  # zeroed before a peer writes
         if any(problems):
             return next(one for one in problems if one)
         assert block is not None
+        self._free.append(_Place(len(self._blocks), 0, size))
         self._blocks.append(block)
-        self._size, self._used = size, 0
         return ""
 
-    def slot(self, words: int, channels: int) -> Slot:
-        """Returns ``words`` words for a layer of ``channels``, zeroed; a collective where another block has to be mapped."""
+    def slot(self, words: int, channels: int) -> WorkspaceSlot:
+        """Returns ``words`` words for a layer of ``channels``, zeroed; a collective where none are left."""
         words += -words % 16  # lines of 128 bytes
-        if self._used + words > self._size and (problem := self.grow(words)):
-            raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
-        start = 8 * self._used
-        self._used += words
-        addresses = [address + start for address in self._blocks[-1].addresses]
-        return Slot(
-            torch.tensor(addresses, dtype=torch.int64).to(self.device),
+        place = self._take(words)
+        if place is None and self._lent:
+            self._reclaim()
+            place = self._take(words)
+        if place is None:
+            if problem := self.grow(words):
+                raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
+            place = self._take(words)
+        assert place is not None
+        addresses = [address + 8 * place.start for address in self._blocks[place.block].addresses]
+        slot = WorkspaceSlot(
+            torch.tensor(addresses, dtype=torch.int64, device=self.device),
             addresses[self._rank],
             torch.zeros(channels, dtype=torch.int32, device=self.device),
         )
+        self._lent[place] = weakref.ref(slot)
+        return slot
+
+    def _take(self, words: int) -> _Place | None:
+        for index, (block, start, size) in enumerate(self._free):
+            if size >= words:
+                rest = [_Place(block, start + words, size - words)] if size > words else []
+                self._free[index : index + 1] = rest
+                return _Place(block, start, words)
+        return None
+
+    def _reclaim(self) -> None:
+        """Takes back the slots that are gone on every rank; a collective.
+
+        A word of an earlier layer may carry the number of an exchange to come of the next one, and a peer's kernel may still be
+        about to write one.  So ranks first meet with idle devices: then nothing writes to what all of them call gone.  They
+        clear it, and meet again before one of them lends it.
+        """
+        gone = [slot() is None for slot in self._lent.values()]
+        places = [place for place, *one in zip(list(self._lent), *self._everyone(gone), strict=True) if all(one)]
+        if not places:
+            return
+        for place in places:
+            del self._lent[place]
+            self._blocks[place.block].own[place.start : place.start + place.words].zero_()
+        self._everyone(None)
+        self._free = _joined([*self._free, *places])
+
+    def _everyone(self, own: _Word) -> list[_Word]:
+        """Waits for the device, then for all ranks; returns what each brings."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found = [own] * self._ranks
+        dist.all_gather_object(found, own, group=self.group())
+        return found
 
     def check(self) -> None:
         """Raises :class:`DistributedError` where a kernel gave up waiting for a rank; waits for nothing."""
@@ -147,6 +199,17 @@ class Workspace:
                 "come: it is dead, hangs, or runs other layers; what was computed since is not to be used; see that "
                 f"rank's log, or give the process group a longer timeout if it was only slow"
             )
+
+
+def _joined(places: list[_Place]) -> list[_Place]:
+    """The same words in order, neighbours as one."""
+    found: list[_Place] = []
+    for place in sorted(places):
+        if found and place[:2] == (found[-1].block, found[-1].start + found[-1].words):
+            found[-1] = found[-1]._replace(words=found[-1].words + place.words)
+        else:
+            found.append(place)
+    return found
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

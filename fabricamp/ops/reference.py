@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from fabricamp.ops.dtypes import HALF_DTYPES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -15,17 +17,14 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.step_state import StepState
 
-__all__ = ["corrections", "logarithm", "one_each", "prepared", "rounded", "unless_skipped", "widened"]
-
-_HALF: Final = frozenset({torch.float16, torch.bfloat16})
 _dtype: Final = attrgetter("dtype")
 
 
 def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns fp32 copies of half tensors, and the others themselves; the list that was given where none is half."""
-    if isinstance(tensors, list) and _HALF.isdisjoint(map(_dtype, tensors)):
+    if isinstance(tensors, list) and HALF_DTYPES.isdisjoint(map(_dtype, tensors)):
         return tensors
-    return [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]
+    return [tensor.float() if tensor.dtype in HALF_DTYPES else tensor for tensor in tensors]
 
 
 def rounded(wide: Sequence[Tensor], narrow: Sequence[Tensor | None]) -> None:
@@ -42,10 +41,8 @@ def prepared(
     parameters: Sequence[Tensor],
     state: StepState | None,
     limit: float | None,
-    *,
-    negate: bool = False,
 ) -> list[Tensor]:
-    """Returns gradients in the dtypes of ``parameters``: multiplied, limited, negated; those given stay as they are."""
+    """Returns gradients in the dtypes of ``parameters``: multiplied, then limited; those given stay as they are."""
     pairs = zip(gradients, parameters, strict=True)
     # Asking first, because `to` takes a microsecond where there is nothing to do.
     values = [one if one.dtype == parameter.dtype else one.to(parameter.dtype) for one, parameter in pairs]
@@ -54,17 +51,18 @@ def prepared(
     if limit is not None:
         values = list(torch._foreach_clamp_max(values, limit))
         torch._foreach_clamp_min_(values, -limit)
-    return list(torch._foreach_neg(values)) if negate else values
+    return values
 
 
-def logarithm(beta: float) -> float:
-    """Returns the logarithm of a decay rate, -inf for 0: with it 1 - beta**step is exact for every step."""
-    return math.log(beta) if beta > 0 else -math.inf
+def logarithms(*betas: float, corrects: bool) -> tuple[float, ...]:
+    """Returns the logarithms of decay rates, with which 1 - beta**step is exact for every step; -inf for no bias correction."""
+    return tuple([math.log(beta) if corrects and beta > 0 else -math.inf for beta in betas])
 
 
 def corrections(steps: Sequence[Tensor], beta: float) -> Tensor:
     """Returns ``1 - beta**step`` for all steps (1-dim, fp64) without reading any."""
-    return (torch.stack(list(steps)).double() * logarithm(beta)).expm1().neg()
+    (log,) = logarithms(beta, corrects=True)
+    return (torch.stack(list(steps)).double() * log).expm1().neg()
 
 
 def one_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.ops.bridge import kernel, runs_kernels
+from fabricamp.ops.bridge import kernel, runs_kernels, structure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fabricamp.ops.step_state import StepState
 
-__all__ = ["ScaleRule", "finish", "update_scale"]
-
 _NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
-
-
-class _Struct(ctypes.Structure):
-    """``struct Rule`` of kernels/finish.cu."""
-
-    _fields_ = (
-        ("growth_factor", ctypes.c_double),
-        ("backoff_factor", ctypes.c_double),
-        ("minimum", ctypes.c_double),
-        ("maximum", ctypes.c_double),
-        ("growth_interval", ctypes.c_longlong),
-        ("hysteresis", ctypes.c_longlong),
-        ("sticky", ctypes.c_longlong),
-        ("slots", ctypes.c_longlong),
-        ("ring", ctypes.c_void_p),
-        ("mirror", ctypes.c_void_p),
-    )
-
-    __hash__ = object.__hash__  # launches are remembered by their arguments
+_Struct = structure("finish.cu", "Rule")
 
 
 class ScaleRule:
@@ -72,11 +51,17 @@ class ScaleRule:
         self.ring = ring
         self.mirror = mirror
         self.struct = _Struct(
-            growth_factor, backoff_factor, minimum, maximum, growth_interval, hysteresis, sticky,
-            0 if ring is None else len(ring),
-            None if ring is None else ring.data_ptr(),
-            None if mirror is None else mirror.data_ptr(),
-        )  # fmt: skip
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            minimum=minimum,
+            maximum=maximum,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            sticky=sticky,
+            slots=0 if ring is None else len(ring),
+            ring=None if ring is None else ring.data_ptr(),
+            mirror=None if mirror is None else mirror.data_ptr(),
+        )
 
 
 _NO_RULE = _Struct()

@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.table import Table
 
-__all__ = ["gradient_statistics", "l2norm", "place_of_statistic", "sum_squares", "table_norms"]
-
 
 @torch.no_grad()
 def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the norm of all tensors together (0-dim) and of each one (1-dim), summed and kept in fp32."""
     if not tensors:
-        return torch.zeros(()), torch.zeros(0)
+        return torch.zeros((), dtype=torch.float32, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     if runs_kernels(tensors[0].device):
         return table_norms(table_of(tensors))
     each = torch.stack(_norms(tensors))
@@ -34,7 +32,7 @@ def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def table_norms(table: Table) -> tuple[Tensor, Tensor]:
     """Returns the norm of a table's column 0 as a whole and of each row's, in two launches."""
     partial = sum_squares(table)
-    norms = torch.empty(table.rows + 1, device=table.device)
+    norms = torch.empty(table.rows + 1, dtype=torch.float32, device=table.device)
     each, total = norms[:-1], norms[-1]
     table.launch("statistics", "norms", partial, table.chunks, each, total, blocks=table.rows + 1)
     return total, each
@@ -47,9 +45,13 @@ def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor, divisor: flo
     Ranks that each hold a part of the gradients sum them, and then over ranks, before :func:`~fabricamp.ops.finish`.
     """
     if not gradients:
-        return torch.zeros(1, device=scale.device)
+        return torch.zeros(1, dtype=torch.float32, device=scale.device)
     if runs_kernels(gradients[0].device):
-        return sum_squares(table_of(gradients), scale, divisor)
+        table = table_of(gradients)
+        # Not the table's own memory, which the next call with these gradients would write over.
+        own = torch.empty(table.chunks, dtype=torch.float32, device=table.device)
+        table.launch("statistics", "sum_squares", scale, divisor, own)
+        return own
     norms = torch.stack(_norms(gradients)) * (scale * divisor).reciprocal()
     return norms.square_()
 

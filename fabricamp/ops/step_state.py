@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from fabricamp.ops.bridge import structure
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["StepState"]
-
-_FLOATS: Final = {"scale", "found_inf", "multiplier", "norm", "loss", "first_loss", "first_scale"}
-_NAMES: Final = (
-    "scale",
-    "growth",
-    "hysteresis",
-    "applied",
-    "skipped",
-    "finite",
-    "found_inf",
-    "multiplier",
-    "norm",
-    "loss",
-    "bad_chunk",
-    "streak",
-    "first_window",
-    "first_loss",
-    "first_scale",
-    "first_chunk",
-)  # the order of struct StepState in kernels/common.cuh
+_FIELDS: Final = {field[0]: field[1] for field in structure("common.cuh", "StepState")._fields_}
+_NAMES: Final = tuple(_FIELDS)
 _LASTING: Final = (
     "scale",
     "growth",
@@ -57,7 +41,7 @@ class StepState:
     first of them ``first_window`` (int, windows before it), ``first_loss``, ``first_scale`` (float) and ``first_chunk`` (int).
     """
 
-    WORDS: Final = 16
+    WORDS: Final = len(_NAMES)
 
     scale: Tensor
     growth: Tensor
@@ -80,7 +64,7 @@ class StepState:
         self.words = words
         floats = words.view(torch.float32)
         for word, name in enumerate(_NAMES):
-            setattr(self, name, (floats if name in _FLOATS else words)[word])
+            setattr(self, name, (floats if _FIELDS[name] is ctypes.c_float else words)[word])
 
     @classmethod
     def on(cls, device: torch.device | str, *, scale: float = 1.0, hysteresis: int = 1) -> StepState:
@@ -106,7 +90,7 @@ class StepState:
         for name in _LASTING:
             if name in state:
                 own: Tensor = getattr(self, name)
-                own.copy_(torch.as_tensor(state[name]))
+                own.copy_(torch.as_tensor(state[name], dtype=own.dtype, device=own.device))
 
     @staticmethod
     def word(name: str) -> int:

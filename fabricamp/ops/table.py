@@ -6,7 +6,6 @@ a column is one role over all rows.  Addresses stay in device memory; only those
 
 from __future__ import annotations
 
-import ctypes
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -16,39 +15,24 @@ from torch import Tensor
 
 from fabricamp.ops import bridge
 from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, same_layout
+from fabricamp.ops.uploads import CAPTURES, is_capturing, lasting_memory, upload
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Sequence
+    from typing import TypeGuard
 
     from fabricamp.ops.bridge import Kind
 
-__all__ = ["CHUNK_SIZE", "THREADS", "Table", "table_of"]
-
 CHUNK_SIZE: Final = 32768  # 16 Ki to 64 Ki are within 4 % of each other; this is best where tensors are many and small
 THREADS: Final = 512
+_SIZE: Final = 1
 _INFO: Final = 2
 _COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
 _ALIGNMENT: Final = 16
 _MOST_TABLES: Final = 32
 _NUMBERS: Final = frozenset({float, int, bool})
-
-
-class _Struct(ctypes.Structure):
-    """``struct Table`` of kernels/common.cuh."""
-
-    _fields_ = (
-        ("lines", ctypes.c_void_p),
-        ("chunk_rows", ctypes.c_void_p),
-        ("scalars", ctypes.c_void_p),
-        ("tickets", ctypes.c_void_p),
-        ("rows", ctypes.c_longlong),
-        ("chunk_size", ctypes.c_longlong),
-        ("columns", ctypes.c_int),
-        ("scalars_per_group", ctypes.c_int),
-        ("flag_cell", ctypes.c_int),
-    )
-
-    __hash__ = object.__hash__  # launches are remembered by their arguments
+_Struct: Final = bridge.structure("common.cuh", "Table")
 
 
 class _Stand(NamedTuple):
@@ -98,13 +82,21 @@ class Table:
             self._place(index)
         for index, cell in enumerate(cells):
             self._lines[_COLUMNS + len(self._columns) + index] = [0 if one is None else one.data_ptr() for one in cell]
+        self.present: list[int] | None = None
+        """The rows that have a column 0; None: all of them."""
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
         self._taken: tuple[Tensor | None, ...] | None = None
-        self._uploaded = torch.empty(self._lines.shape, dtype=torch.int64, device=device)
-        self._uploaded.copy_(self._pinned(self._lines), non_blocking=True)
+        self._uploaded = lasting_memory(self._lines.shape, torch.int64, device)
+        upload(self._lines, self._uploaded)
         self._struct = _Struct()
+        self._captures = CAPTURES.get(device.type)
+        self._eager: tuple[Tensor, ctypes.Structure] | None = (
+            None  # what eager steps use, while the table holds a capture's
+        )
+        self.captured: list[Tensor] = []
+        """The lines of captures: graphs read them as long as they live, so nobody writes them again."""
         self.refresh(self._columns[0])
 
     @property
@@ -121,7 +113,7 @@ class Table:
     def partial(self) -> Tensor:
         """Memory for one fp32 number a chunk."""
         if self._partial is None:
-            self._partial = torch.empty(self.chunks, device=self.device)
+            self._partial = torch.empty(self.chunks, dtype=torch.float32, device=self.device)
         return self._partial
 
     def numbers(self, count: int) -> Tensor:
@@ -138,17 +130,12 @@ class Table:
         sizes = [0 if anchor is None else anchor.numel() for anchor in self._anchors]
         numbers = np.maximum((np.asarray(sizes, np.int64) + self._chunk_size - 1) // self._chunk_size, 1)
         self._lines[0] = np.concatenate(([0], np.cumsum(numbers)[:-1])) if sizes else 0
-        self._lines[1] = sizes
+        self._lines[_SIZE] = sizes
         rows = np.repeat(np.arange(len(sizes), dtype=np.int32), numbers)
         self._chunks = len(rows)
-        self._chunk_rows = torch.empty(len(rows), dtype=torch.int32, device=self.device)
-        self._chunk_rows.copy_(self._pinned(rows), non_blocking=True)
-        self._tickets = torch.zeros(len(sizes), dtype=torch.int32, device=self.device)
-
-    def _pinned(self, values: np.ndarray) -> Tensor:
-        """A copy on the host that a copy to the device need not wait for: torch keeps it until that is done."""
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+        words = lasting_memory((len(rows) + len(sizes),), torch.int32, self.device)
+        upload(np.concatenate((rows, np.zeros(len(sizes), np.int32))), words)
+        self._chunk_rows, self._tickets = words[: len(rows)], words[len(rows) :]
 
     def _place(self, index: int) -> None:
         """Writes the addresses of a column, with dense stand-ins where the layout differs from the row's."""
@@ -162,7 +149,9 @@ class Table:
             if tensor.device != self.device:
                 raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
             if same_layout(tensor, anchor):
-                addresses[row] = tensor.data_ptr() or _ALIGNMENT  # an empty tensor is at 0, which would mean none
+                addresses[row] = (
+                    bridge.address_of(tensor) or _ALIGNMENT
+                )  # an empty tensor is at 0, which would mean none
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
             stands[row] = _Stand(tensor.detach(), dense)
@@ -176,6 +165,13 @@ class Table:
         ``trust`` False looks at dtypes again even where no address has moved.  The same tuple as last time is taken to be the
         same memory.  No gradient is kept alive by the table.
         """
+        if self._captures is not None and self._captures.under_way():
+            self._refresh_captured(gradients)
+            return
+        if self._eager is not None:
+            self._uploaded, self._struct = self._eager
+            self._eager = self._taken = None
+            trust = False
         if trust and self._taken is not None and gradients is self._taken:
             return
         pointers = addresses(gradients)
@@ -191,6 +187,19 @@ class Table:
         if isinstance(gradients, tuple) and not self._stands[0]:
             self._taken = gradients
 
+    def _refresh_captured(self, gradients: Sequence[Tensor | None]) -> None:
+        """Takes in the tensors of launches that are captured, in lines of their own."""
+        if self._eager is None:
+            self._eager = self._uploaded, self._struct
+        self._uploaded, self._struct = lasting_memory(self._lines.shape, torch.int64, self.device), _Struct()
+        self.captured.append(self._uploaded)
+        self._look(gradients, addresses(gradients))
+
+    @property
+    def holds_captured(self) -> bool:
+        """Whether the last :meth:`refresh` was during a capture."""
+        return self._eager is not None
+
     def _look(self, gradients: Sequence[Tensor | None], pointers: list[int]) -> None:
         """Takes in tensors of which nothing is known."""
         self._pointers = []
@@ -200,7 +209,10 @@ class Table:
         self._columns[0] = []
         self._upload()
         self._dtypes = []
-        if -1 not in pointers:
+        self.present = None
+        if -1 in pointers:
+            self.present = [row for row, pointer in enumerate(pointers) if pointer != -1]
+        else:
             self._dtypes, self._devices = dtypes(gradients), _devices(gradients)
             if not self._stands[0]:
                 self._layouts.learn(gradients)
@@ -209,7 +221,10 @@ class Table:
     def _move(self, pointers: list[int]) -> None:
         """Takes in tensors that are what they were, in the order of their rows, at other addresses."""
         column = np.asarray(pointers, np.int64)
-        column[column == 0] = _ALIGNMENT
+        nowhere = column == 0
+        if (self._lines[_SIZE][nowhere] > 0).any():
+            raise ValueError("a tensor with elements has no memory of its own: it is a DTensor, or another wrapper")
+        column[nowhere] = _ALIGNMENT
         self._lines[_COLUMNS] = column
         aligned = self._others_aligned & (column % _ALIGNMENT == 0)
         self._lines[_INFO] = self._kinds_and_groups | (aligned.astype(np.int64) << 8)
@@ -217,8 +232,8 @@ class Table:
         self._pointers = pointers
 
     def _upload(self) -> None:
-        changing = slice(_INFO, _COLUMNS + 1)
-        self._uploaded[changing].copy_(self._pinned(self._lines[changing]), non_blocking=True)
+        changing = slice(_INFO, _COLUMNS + 1) if self._eager is None else slice(None)
+        upload(self._lines[changing], self._uploaded[changing])
 
     def release(self) -> None:
         """Lets go of gradients that others stand in for; the next :meth:`refresh` looks anew."""
@@ -246,19 +261,27 @@ class Table:
     def set_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> None:
         """Gives every group its scalars; uploaded, without waiting, only where one has changed.  Tensors are copied each time."""
         numbers = _NUMBERS.issuperset(map(type, chain.from_iterable(groups)))
-        scalars = tuple(map(tuple, groups)) if numbers else _without_tensors(groups)
+        scalars = tuple(map(tuple, groups)) if numbers else self._known_numbers(groups)
         if scalars != self._scalars:
             if self._device_scalars is None:
                 shape = len(scalars), len(scalars[0])
-                self._device_scalars = torch.empty(shape, dtype=torch.float64, device=self.device)
-            self._device_scalars.copy_(self._pinned(np.asarray(scalars, np.float64)), non_blocking=True)
+                self._device_scalars = lasting_memory(shape, torch.float64, self.device)
+            upload(np.asarray(scalars, np.float64), self._device_scalars)
             self._scalars = scalars
         if numbers:
             return
         for row, group in enumerate(groups):
             for place, one in enumerate(group):
-                if isinstance(one, Tensor) and self._device_scalars is not None:
-                    self._device_scalars[row, place].copy_(one, non_blocking=True)
+                if self._is_read(one) and self._device_scalars is not None:
+                    self._device_scalars[row, place].copy_(one.reshape(()), non_blocking=True)
+
+    def _is_read(self, scalar: float | Tensor) -> TypeGuard[Tensor]:
+        """Whether a scalar is in device memory, where the host cannot see what it is."""
+        return isinstance(scalar, Tensor) and (scalar.device == self.device or scalar.device.type != "cpu")
+
+    def _known_numbers(self, groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
+        """The scalars that the host knows; 0 in the places of others."""
+        return tuple([tuple([0.0 if self._is_read(one) else float(one) for one in group]) for group in groups])
 
     @property
     def lasts(self) -> bool:
@@ -278,7 +301,7 @@ class Table:
         blocks: int | None = None,
         first_written: int = 1,
     ) -> None:
-        """Runs ``function(table, *arguments)`` of ``kernels/<file>.cu``, one block a chunk unless ``blocks`` says else.
+        """Runs ``function(table, *arguments)`` of ``<file>.cu``, one block a chunk unless ``blocks`` says else.
 
         Columns from ``first_written`` on are written.
         """
@@ -298,15 +321,15 @@ class Table:
         struct, scalars = self._struct, self._device_scalars
         if not struct.lines or (scalars is not None and not struct.scalars):
             self._struct = struct = _Struct(
-                self._uploaded.data_ptr(),
-                self._chunk_rows.data_ptr(),
-                0 if scalars is None else scalars.data_ptr(),
-                self._tickets.data_ptr(),
-                self.rows,
-                self._chunk_size,
-                len(self._columns),
-                len(self._scalars[0]) if self._scalars else 0,
-                self._flag_cell,
+                lines=self._uploaded.data_ptr(),
+                chunk_rows=self._chunk_rows.data_ptr(),
+                scalars=0 if scalars is None else scalars.data_ptr(),
+                tickets=self._tickets.data_ptr(),
+                rows=self.rows,
+                chunk_size=self._chunk_size,
+                columns=len(self._columns),
+                scalars_per_group=len(self._scalars[0]) if self._scalars else 0,
+                flag_cell=self._flag_cell,
             )
         return struct
 
@@ -316,11 +339,9 @@ def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
     return list(map(Tensor.get_device, tensors))  # type: ignore[arg-type]
 
 
-def _without_tensors(groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
-    return tuple([tuple([0.0 if isinstance(one, Tensor) else one for one in group]) for group in groups])
-
-
 _tables: dict[tuple[object, ...], Table] = {}
+_captured: dict[int, Table] = {}
+"""Tables that a graph uses: nobody tells when it is gone."""
 
 
 def table_of(*columns: Sequence[Tensor]) -> Table:
@@ -336,4 +357,6 @@ def table_of(*columns: Sequence[Tensor]) -> Table:
         if table.lasts:
             table.forget()
             _tables[key] = table
+    if is_capturing(table.device):
+        _captured[id(table)] = table
     return table

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.table import table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-__all__ = ["accumulate", "axpby", "copy_cast", "scale"]
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None,
 
 def _wide(source: Tensor, destination: Tensor) -> Tensor:
     """Where the product of one pair is computed: the destination itself where that is precise enough."""
-    if destination.dtype in (torch.float16, torch.bfloat16):
+    if destination.dtype in HALF_DTYPES:
         return source.to(torch.promote_types(source.dtype, torch.float32), copy=True)
     if source is not destination:
         destination.copy_(source)

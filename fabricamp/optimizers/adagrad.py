@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.adagrad import AdagradRule, adagrad_reference, launch_adagrad
+from fabricamp.ops import AdagradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from fabricamp import ops
-    from fabricamp.ops.table import Table
-    from fabricamp.optimizers.rows import Rows
-
-__all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -28,8 +22,7 @@ class FusedAdagrad(FusedOptimizer):
     tensor([0.9000, 0.9000])
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
-    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    rule: ClassVar[type[Rule]] = AdagradRule
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adagrad_w_mode")
 
     def __init__(
@@ -67,15 +60,4 @@ class FusedAdagrad(FusedOptimizer):
             group["lr_decay"],
             decoupled=bool(self.adagrad_w_mode),
             maximize=group["maximize"],
-        )
-
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        launch_adagrad(table, state, limit, skips=skips)
-
-    def _reference(
-        self, rows: Rows, rule: AdagradRule, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        gradients, parameters, (sums,), (steps,), copies = rows
-        adagrad_reference(
-            gradients, parameters, sums, steps, rule, copies=copies, state=state, limit=limit, skips=skips
         )

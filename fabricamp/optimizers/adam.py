@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fabricamp.ops.adam import AdamRule, adam_reference, launch_adam
-from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.ops import AdamRule, Rule
+from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.refusals import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from fabricamp import ops
-    from fabricamp.ops.table import Table
-    from fabricamp.optimizers.rows import Rows
-
-__all__ = ["FusedAdam"]
 
 
 class FusedAdam(FusedOptimizer):
@@ -30,8 +25,7 @@ class FusedAdam(FusedOptimizer):
     tensor([0.9000, 0.9000])
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    rule: ClassVar[type[Rule]] = AdamRule
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode")
 
     def __init__(
@@ -94,15 +88,4 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             decoupled=bool(self.adam_w_mode),
             maximize=group["maximize"],
-        )
-
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        launch_adam(table, state, limit, skips=skips)
-
-    def _reference(
-        self, rows: Rows, rule: AdamRule, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        gradients, parameters, (averages, squares), (steps,), copies = rows
-        adam_reference(
-            gradients, parameters, averages, squares, steps, rule, copies=copies, state=state, limit=limit, skips=skips
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -13,38 +13,27 @@ from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.optimizers import refusals
+from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
-from fabricamp.optimizers.rows import Known, Part, Rows, zero_gradients
-from fabricamp.optimizers.state_dicts import restore_full_precision, with_steps_by_parameter
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import UnsupportedError
+from fabricamp.optimizers.rows import LAST, Known, Part, zero_gradients
+from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
+from fabricamp.optimizers.watched_state import ParameterState, WatchedState, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from fabricamp.ops.table import Table
-
-__all__ = ["FusedOptimizer", "UnsupportedError"]
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
 
 
-class UnsupportedError(ConfigError, RuntimeError):
-    """What a fused optimizer refuses; a ``RuntimeError`` too, as apex's users expect."""
-
-
-class Steering(NamedTuple):
-    """How a step reads its gradients: see :meth:`FusedOptimizer.steer`."""
-
-    state: ops.StepState | None = None
-    limit: float | None = None
-    skips: bool = True
-
-
 class FusedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory.
 
-    A subclass names its state (``state_names``: tensors like the parameter; ``cell_names``: one fp32 number a parameter), and
-    writes :meth:`_rule`, :meth:`_launch` and :meth:`_reference`.  State is fp32 for half and fp32 parameters, fp64 for fp64 ones.
+    A subclass has a kind of rule, which names the state and has kernel and reference, and makes one for a group in :meth:`_rule`.
+    State is fp32 for half and fp32 parameters, fp64 for fp64 ones.
 
     Alone, ``step()`` reads each ``.grad``.  A Precision steers it instead::
 
@@ -55,12 +44,13 @@ class FusedOptimizer(Optimizer):
         optimizer.step()                                 # third launch
 
     Under torch's GradScaler a step reads ``found_inf`` and ``grad_scale`` on the device too.
+
+    A step can be captured in a CUDA graph, after one outside of it; eager steps and replays may take turns.  ``gather()`` before
+    a replay brings what has changed (lr and its like).  A graph goes on with the memory of its capture: ``load_state_dict`` then
+    writes into the state that is there, and what would need other rows is refused until :meth:`forget`.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ()
-    cell_names: ClassVar[tuple[str, ...]] = ()
-    wide_cells: ClassVar[tuple[str, ...]] = ()
-    """Cells that are as wide as the state: fp64 for fp64 parameters."""
+    rule: ClassVar[type[ops.Rule]]
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
     """Attributes that a copy or pickle of the optimizer keeps."""
     reads_scale: ClassVar[bool] = False
@@ -71,9 +61,13 @@ class FusedOptimizer(Optimizer):
     master_weights = False
     _parts: list[Part] | None = None
     _known: Known | None = None
+    _copies: Sequence[Tensor | None] | None = None
+    _flags: Sequence[Tensor | None] | None = None
     _explicit = False
-    _steering: Steering | None = None
+    _steering: ops.Steering | None = None
     _own_state: ops.StepState | None = None
+    _watched: WatchedState | None = None
+    _changes = 0
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(type(self).__name__, defaults)
@@ -81,66 +75,90 @@ class FusedOptimizer(Optimizer):
 
     # -- what a subclass writes ------------------------------------------------------------------------------------------------
 
-    def _rule(self, group: dict[str, Any]) -> Any:
-        """What the rows of ``group`` share: a NamedTuple with ``scalars()``, which the kernel reads."""
+    def _rule(self, group: dict[str, Any]) -> ops.Rule:
+        """What the rows of ``group`` share."""
         raise NotImplementedError
 
-    def _prepare(self, steering: Steering) -> None:
-        """Finds what the rows of a step have in common, such as the norm of all gradients; nothing by default."""
+    def _before_rows(self) -> None:
+        """Looks, before a step's rows are found, at what a subclass's rows depend on besides; nothing by default."""
 
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        """Updates ``table``: columns gradient, parameter, ``state_names``, half copy; cells ``cell_names``."""
-        raise NotImplementedError
-
-    def _reference(
-        self, rows: Rows, rule: Any, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        """Does the same to the rows of one group, in torch's operations."""
-        raise NotImplementedError
+    def _measure(self, steering: ops.Steering) -> Mapping[torch.device, Tensor]:
+        """Returns the norm of all gradients, on each device, where the rule asks for it."""
+        return {}
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def gather(
         self,
         gradients: Sequence[Tensor | None] | None = None,
-        copies: Sequence[Tensor | None] | None = None,
-        flags: Sequence[Tensor | None] | None = None,
+        copies: Sequence[Tensor | None] | None = LAST,
+        flags: Sequence[Tensor | None] | None = LAST,
     ) -> None:
         """Finds what the next step reads and writes, one entry a parameter in the order of ``param_groups``.
 
         ``gradients`` None: each parameter's ``.grad``; a tuple that comes again is taken to be the same memory.  ``copies``:
         tensors that get the rounded parameters in the same pass.  ``flags``: fp32 numbers in device memory, 0 where the parameter
-        takes no part after all.  Give the same list of these each time.
+        takes no part after all.  Give the same list of these each time; left out they are the last call's.
+
+        Raises UnsupportedError where the rows of a captured step would have to be built anew, or a capture has the first step.
         """
+        self._before_rows()
+        copies = self._copies if copies is LAST else copies
+        flags = self._flags if flags is LAST else flags
         groups = self.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         explicit = gradients is not None
         if gradients is None:
             gradients = list(map(_grad, parameters))
-        parts, known = self._parts, self._known
-        if parts is None or known is None or not known.holds(parameters, gradients, copies, flags):
+        parts, known, state = self._parts, self._known, self._watched
+        if (
+            parts is None
+            or known is None
+            or not known.holds(parameters, gradients, copies, flags)
+            or state is None
+            or (
+                (self.state is not state or state.changes.count != self._changes)
+                and not self._holds_state(parts, parameters)
+            )
+        ):
+            refusals.refuse_rebuild(self, parts, parameters)
             parts = self._parts = self._build(parameters, gradients, copies, flags)
             self._known = Known(parameters, parts, copies, flags)
+            self._copies, self._flags = copies, flags
+            self._watch()
         rules: list[Any] | None = None
         for part in parts:
-            self._refresh(part, part.take(gradients), trust=explicit == self._explicit)
+            self._refresh(part, gradients, trust=explicit == self._explicit)
             if part.table is not None:
                 rules = rules or [self._rule(group).scalars() for group in groups]
                 part.table.set_scalars(rules)
         self._explicit = explicit
 
-    def _refresh(self, part: Part, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
+    def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
+        gradients = part.take(every)
         try:
             part.refresh(gradients, trust=trust)
-        except RuntimeError:  # a sparse one has no address
-            self._refuse_sparse(gradients)
+        except (RuntimeError, ValueError):  # a sparse one has no address, a wrapper has 0
+            refusals.refuse_unreadable(self, every, "gradient")
             raise
 
-    def _refuse_sparse(self, gradients: Sequence[Tensor | None]) -> None:
-        if any(one is not None and one.layout is not torch.strided for one in gradients):
-            raise UnsupportedError(
-                f"{type(self).__name__} got a sparse gradient; use sparse=False in the embedding, or torch.optim.SparseAdam"
-            )
+    def _holds_state(self, parts: Sequence[Part], parameters: Sequence[Tensor]) -> bool:
+        """Whether the rows still have the state's own tensors, behind a change of it."""
+        state = self.state
+        names = (*self.rule.states, *self.rule.cells)
+        for part in parts:
+            for row, place in enumerate(part.places):
+                entry = state.get(parameters[place]) or {}
+                target = entry.get("master_param", parameters[place])
+                if not part.has(row, target, [entry.get(name) for name in names]):
+                    return False
+        self._watch()
+        return True
+
+    def _watch(self) -> None:
+        """Lets the state count what is written to it from now on."""
+        self.state = self._watched = watched(self.state)
+        self._changes = self._watched.changes.count
 
     def _build(
         self,
@@ -150,11 +168,13 @@ class FusedOptimizer(Optimizer):
         flags: Sequence[Tensor | None] | None,
     ) -> list[Part]:
         """One part a device, of the parameters that have a gradient or state."""
-        self._refuse_sparse(gradients)
+        refusals.refuse_unreadable(self, parameters, "parameter")
+        refusals.refuse_unreadable(self, gradients, "gradient")
         places: dict[torch.device, list[int]] = {}
         for place, parameter in enumerate(parameters):
             if gradients[place] is not None or self.state.get(parameter):
                 self._fill_state(parameter)
+                refusals.refuse_state(self, parameter, place, (*self.rule.states, "master_param"))
                 places.setdefault(parameter.device, []).append(place)
         groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         parts = []
@@ -166,8 +186,8 @@ class FusedOptimizer(Optimizer):
                 own,
                 [groups[place] for place in own],
                 parameters=[target for target, _ in rows],
-                states=[[state[name] for state in states] for name in self.state_names],
-                cells=[[state[name] for state in states] for name in self.cell_names],
+                states=[[state[name] for state in states] for name in self.rule.states],
+                cells=[[state[name] for state in states] for name in self.rule.cells],
                 copies=[copy for _, copy in rows],
                 flags=None if flags is None else [flags[place] for place in own],
             )
@@ -186,13 +206,13 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__} got a parameter of {parameter.dtype}; it updates fp32, fp16, bf16 and fp64"
             )
         state, wide = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
-        for name in self.state_names:
+        for name in self.rule.states:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=wide, memory_format=torch.preserve_format)
-        for name in self.cell_names:
-            if name not in state:
-                dtype = wide if name in self.wide_cells else torch.float32
-                state[name] = torch.zeros((), dtype=dtype, device=parameter.device)
+        for name in self.rule.cells:
+            state[name] = as_cell(
+                state.get(name, 0.0), wide if name in self.rule.wide_cells else torch.float32, parameter.device
+            )
         if self.master_weights and wide != parameter.dtype and "master_param" not in state:
             state["master_param"] = parameter.detach().to(wide)
 
@@ -201,7 +221,11 @@ class FusedOptimizer(Optimizer):
         pieces = [part.statistics(scale, divisor) for part in self._parts or ()]
         if len(pieces) == 1:
             return pieces[0]
-        return torch.cat([one.to(scale.device) for one in pieces]) if pieces else torch.zeros(1, device=scale.device)
+        return (
+            torch.cat([one.to(scale.device) for one in pieces])
+            if pieces
+            else torch.zeros(1, dtype=torch.float32, device=scale.device)
+        )
 
     def parameter_of_statistic(self, index: int) -> Tensor:
         """Returns the parameter whose gradient entry ``index`` of the last :meth:`statistics` belongs to."""
@@ -218,7 +242,7 @@ class FusedOptimizer(Optimizer):
 
         It changes nothing where ``state.found_inf`` is set, unless ``skips`` is False.
         """
-        self._steering = Steering(state, limit, skips)
+        self._steering = ops.Steering(state, limit, skips)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
@@ -235,39 +259,41 @@ class FusedOptimizer(Optimizer):
 
     def _update(self) -> None:
         steering, self._steering = self._steering, None
+        handed_over = None
         if steering is None:
-            steering = Steering(self._from_grad_scaler())
-            self.gather()
-        self._prepare(steering)
+            handed_over = from_grad_scaler(self, self._own_state)
+            self._own_state = handed_over or self._own_state
+            steering = ops.Steering(handed_over)
+            self.gather(None, None, None)
+        else:
+            refusals.refuse_rows_of_eager_steps(self, self._parts)
+        norms = self._measure(steering)
         for part in self._parts or ():
             state = None if steering.state is None else steering.state.seen_from(part.device)
+            own = ops.Steering(state, steering.limit, steering.skips, norms.get(part.device))
             if part.table is not None:
-                self._launch(part.table, state, steering.limit, skips=steering.skips)
-                part.mark_written()
+                self.rule.launch(part.table, own)
+                part.mark_written(part.table)
             else:
                 for index, group in enumerate(self.param_groups):
-                    self._reference(
-                        part.of_group(index), self._rule(group), state, steering.limit, skips=steering.skips
-                    )
+                    self._rule(group).reference(part.of_group(index), own)
             part.release()
+        if handed_over is not None and getattr(self, "grad_scale", None) is not None:
+            self._unscale_gradients(handed_over)
 
-    def _from_grad_scaler(self) -> ops.StepState | None:
-        """What torch's GradScaler hands over, in attributes that exist for the length of the step."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        given = found_inf if found_inf is not None else scale
-        if given is None:
-            return None
-        state = self.own_state(given.device)
-        if found_inf is None:
-            state.found_inf.zero_()
-        else:
-            state.found_inf.copy_(found_inf.reshape(()))
-        if scale is None:
-            state.multiplier.fill_(1.0)
-        else:
-            state.multiplier.copy_(scale.reshape(()).reciprocal())
-        return state
+    def _unscale_gradients(self, state: ops.StepState) -> None:
+        """Behind a step that torch's GradScaler did not leave out, ``.grad`` is unscaled, as torch's fused optimizers leave it.
+
+        Not before it: the update takes half gradients times the multiplier, which nobody has rounded.
+        """
+        factor = torch.where(state.found_inf == 0, state.multiplier, 1.0)
+        for device in {part.device for part in self._parts or ()}:
+            gradients = [one for one in self._gradients() if one.device == device]
+            ops.scale(gradients, gradients, factor.to(device, non_blocking=True))
+
+    def _gradients(self) -> list[Tensor]:
+        parameters = chain.from_iterable(map(_params, self.param_groups))
+        return [one for one in map(_grad, parameters) if one is not None]
 
     def own_state(self, device: torch.device) -> ops.StepState:
         """Returns a struct of the optimizer's own, for steps that no loss scaler has one for; its scale is 1."""
@@ -291,47 +317,43 @@ class FusedOptimizer(Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Lets the next step find all memory anew, after state tensors were replaced by hand."""
+        """Lets the next step find all memory anew; graphs that captured a step must not be replayed any more.
+
+        A replaced tensor of the state is found without it.
+        """
         self._parts = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, mid-training too."""
         super().add_param_group(param_group)
-        self.forget()
+        self._known = None
+        refusals.refuse_unreadable(self, owned_parameters(self), "parameter")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns groups and state, in plain dicts; the tensors are those of the optimizer, as torch has it."""
+        found: dict[str, Any] = super().state_dict()
+        entries = found["state"].items()
+        plain = {key: dict(entry) if isinstance(entry, ParameterState) else entry for key, entry in entries}
+        return {**found, "state": plain}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back its own state, that of torch's optimizer of the same rule, or apex's; never cast to half."""
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        seen: list[dict[str, Any]] = []
-
-        def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            seen.append(with_steps_by_parameter(given, type(self).__name__, cells=self.cell_names))
-            return seen[0]
-
-        handle = self.register_load_state_dict_pre_hook(
-            normalise
-        )  # the last one: it sees what others made of the state
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        for group, before in zip(self.param_groups, own, strict=True):
-            for key, value in before.items():
-                group.setdefault(key, value)
-        restore_full_precision(self, seen[0], [name for name in self.cell_names if name not in self.wide_cells])
-        self.forget()
+        replaced = self.state if any(part.captured for part in self._parts or ()) else None
+        rule = self.rule
+        narrow = [name for name in rule.cells if name not in rule.wide_cells]
+        load_state(self, super().load_state_dict, state_dict, rule.cells, narrow)
+        if replaced is not None:
+            load_into(replaced, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.options}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.forget()
 
 
 def _check(name: str, defaults: dict[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"):
         value = defaults.get(key, 0.0)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ConfigError(f"{name} got {key}={value!r}; a tensor has to have one element")
         if value is not required and not isinstance(value, Tensor) and not value >= 0:
             raise ConfigError(f"{name} got {key}={value!r}; it has to be 0 or more")
     for beta in defaults.get("betas", ()):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["let_hooks_idle"]
 
 
 def let_hooks_idle(kind: type[Optimizer]) -> None:
@@ -27,9 +25,9 @@ def let_hooks_idle(kind: type[Optimizer]) -> None:
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or _profiler_enabled()
+            or global_optimizer_pre_hooks
+            or global_optimizer_post_hooks
+            or profiler_enabled()
         ):
             return watched(self, *args, **options)
         return step(self, *args, **options)

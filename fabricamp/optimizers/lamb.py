@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.lamb import LambRule, lamb_norm, lamb_reference, launch_lamb, launch_norm
-from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.ops import LambRule, Rows, Steering
+from fabricamp.ops.lamb import gradient_norm, launch_norm
+from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.refusals import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
-    from fabricamp import ops
-    from fabricamp.ops.table import Table
-    from fabricamp.optimizers.base import Steering
-    from fabricamp.optimizers.rows import Part, Rows
-
-__all__ = ["FusedLAMB"]
+    from fabricamp.optimizers.rows import Part
 
 
 class FusedLAMB(FusedOptimizer):
@@ -36,14 +33,10 @@ class FusedLAMB(FusedOptimizer):
     tensor([0.9000, 0.9000])
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    cell_names: ClassVar[tuple[str, ...]] = ("step",)
+    rule: ClassVar[type[LambRule]] = LambRule
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "use_nvlamb")
-    counts: ClassVar[bool] = True
-    """Whether a step counts itself for each parameter."""
     reads_scale: ClassVar[bool] = True
     _measured: tuple[Tensor, float] | None = None  # scale and divisor of the statistics of this step's gradients
-    _norms: dict[torch.device, Tensor] | None = None
 
     def __init__(
         self,
@@ -83,7 +76,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _rule(self, group: dict[str, Any]) -> LambRule:
         beta1, beta2 = group["betas"]
-        return LambRule(
+        return self.rule(
             group["lr"],
             beta1,
             beta2,
@@ -96,26 +89,18 @@ class FusedLAMB(FusedOptimizer):
             nvlamb=self.use_nvlamb,
         )
 
-    def gather(
-        self,
-        gradients: Sequence[Tensor | None] | None = None,
-        copies: Sequence[Tensor | None] | None = None,
-        flags: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        """Finds what the next step reads and writes, as :meth:`FusedOptimizer.gather` says."""
+    def _before_rows(self) -> None:
         self._measured = None
-        super().gather(gradients, copies, flags)
 
     def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
         """Returns what ``ops.finish`` takes; the norm that it makes of it serves the clipping here too."""
         self._measured = scale, divisor
         return super().statistics(scale, divisor)
 
-    def _prepare(self, steering: Steering) -> None:
-        """Finds the norm of all gradients as this step reads them: what a Precision has measured, or a pass of our own."""
-        self._norms = None
+    def _measure(self, steering: Steering) -> Mapping[torch.device, Tensor]:
+        """Returns the norm of all gradients as this step reads them: what a Precision has measured, or a pass of our own."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
-            return
+            return {}
         parts = self._parts or []
         # Limited values have another norm than the one that was measured.
         measured = self._measured if steering.state is not None and steering.limit is None else None
@@ -123,41 +108,18 @@ class FusedLAMB(FusedOptimizer):
         if len(parts) > 1 and measured is None:
             total = torch.linalg.vector_norm(torch.stack([norm.to(parts[0].device) for norm in norms]))
             norms = [total.to(part.device) for part in parts]
-        self._norms = {part.device: norm for part, norm in zip(parts, norms, strict=True)}
+        return {part.device: norm for part, norm in zip(parts, norms, strict=True)}
 
     def _norm_of(self, part: Part, steering: Steering, measured: tuple[Tensor, float] | None) -> Tensor:
         state = None if steering.state is None else steering.state.seen_from(part.device)
+        own = Steering(state, steering.limit)
         if measured is not None:
             measured = measured[0].to(part.device, non_blocking=True), measured[1]
         if part.table is not None:
-            return launch_norm(part.table, state, steering.limit, measured)
+            return launch_norm(part.table, own, measured)
         if measured is not None and state is not None:
             return state.norm.double() * measured[0] * measured[1] * state.multiplier
         rows = [part.of_group(index) for index in range(len(self.param_groups))]
         gradients = [one for group in rows for one in group.gradients]
         parameters = [one for group in rows for one in group.parameters]
-        return lamb_norm(gradients, parameters, state, steering.limit).to(part.device)
-
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        norm = self._norms[table.device] if self._norms is not None else None
-        launch_lamb(table, state, limit, norm, skips=skips, counts=self.counts)
-
-    def _reference(
-        self, rows: Rows, rule: LambRule, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        gradients, parameters, (averages, squares), (steps,), copies = rows
-        norm = self._norms[parameters[0].device] if self._norms is not None and parameters else None
-        lamb_reference(
-            gradients,
-            parameters,
-            averages,
-            squares,
-            steps,
-            rule,
-            copies=copies,
-            state=state,
-            limit=limit,
-            norm=norm,
-            skips=skips,
-            counts=self.counts,
-        )
+        return gradient_norm(Rows(gradients, parameters), own).to(part.device)

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.ops.larc import LarcRule, larc_reference, launch_larc
-from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.ops import LarcRule, Steering
+from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.grad_scaler import from_grad_scaler
+from fabricamp.optimizers.refusals import refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LARC"]
+    from fabricamp import ops
 
 
 class LARC(Optimizer):
@@ -89,16 +90,16 @@ class LARC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        state = self._from_grad_scaler()
+        state = from_grad_scaler(self, self._own_state)
+        self._own_state = state or self._own_state
         gradients = self._gather_own()
         for part in self._parts or ():
-            own = None if state is None else state.seen_from(part.device)
+            own = Steering(None if state is None else state.seen_from(part.device))
             if part.table is not None:
-                launch_larc(part.table, own)
+                LarcRule.launch(part.table, own)
                 continue
             for index, group in enumerate(self.param_groups):
-                rows = part.of_group(index)
-                larc_reference(rows.gradients, rows.parameters, self._rule(group), state=own)
+                self._rule(group).reference(part.of_group(index), own)
         torch.autograd.graph.increment_version([one for one in gradients if one is not None])
         with self._without_weight_decay(), self._flag_handed_on(state):
             self.optim.step()
@@ -117,14 +118,18 @@ class LARC(Optimizer):
         """Finds gradients and parameters, and returns the gradients."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
-        if any(one is not None and one.layout is not torch.strided for one in gradients):
-            raise UnsupportedError("LARC got a sparse gradient; use sparse=False in the embedding")
         if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
+            refuse_rebuild(self, self._parts, parameters)
+            refuse_unreadable(self, parameters, "parameter")
             self._parts = self._build(parameters)
             self._known = Known(parameters, self._parts, None, None)
         rules = [self._rule(group).scalars() for group in self.param_groups]
         for part in self._parts:
-            part.refresh(part.take(gradients), trust=True)
+            try:
+                part.refresh(part.take(gradients), trust=True)
+            except (RuntimeError, ValueError):  # a sparse one has no address, a wrapper has 0
+                refuse_unreadable(self, gradients, "gradient")
+                raise
             if part.table is not None:
                 part.table.set_scalars(rules)
         return gradients
@@ -163,20 +168,6 @@ class LARC(Optimizer):
             for group, decay in decays:
                 group["weight_decay"] = decay
 
-    def _from_grad_scaler(self) -> ops.StepState | None:
-        """What torch's GradScaler, or a Precision, hands over in attributes that exist for the length of the step."""
-        found_inf: Tensor | None = self.__dict__.get("found_inf")
-        scale: Tensor | None = self.__dict__.get("grad_scale")
-        given = found_inf if found_inf is not None else scale
-        if given is None:
-            return None
-        if self._own_state is None or self._own_state.words.device != given.device:
-            self._own_state = ops.StepState.on(given.device)
-        state = self._own_state
-        state.found_inf.copy_(torch.zeros_like(state.found_inf) if found_inf is None else found_inf.reshape(()))
-        state.multiplier.copy_(torch.ones_like(state.multiplier) if scale is None else scale.reshape(()).reciprocal())
-        return state
-
     @contextlib.contextmanager
     def _flag_handed_on(self, state: ops.StepState | None) -> Iterator[None]:
         """Lets ``optim`` skip too; the gradients are unscaled by now."""
@@ -190,7 +181,31 @@ class LARC(Optimizer):
         finally:
             del inner.grad_scale, inner.found_inf
 
+    def forget(self) -> None:
+        """Lets the next step find all memory anew; graphs that captured a step must not be replayed any more."""
+        self._parts = None
+        if isinstance(self.optim, FusedOptimizer):
+            self.optim.forget()
+
     # -- what belongs to the wrapped optimizer ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The state of ``optim``; another one that is put here is put there."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optim.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of ``optim``; others that are put here are put there."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optim.param_groups = groups
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forgets the gradients, or zeroes them; None means what ``optim`` does by itself."""

@@ -9,16 +9,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops import LambRule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from fabricamp.optimizers.base import Steering
+    from fabricamp.ops import Steering
     from fabricamp.optimizers.rows import Part
 
-__all__ = ["FusedMixedPrecisionLamb"]
+
+class _UncountedRule(LambRule):
+    """LAMB whose steps are counted elsewhere."""
+
+    counts: ClassVar[bool] = False
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -35,7 +40,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     options: ClassVar[tuple[str, ...]] = (*FusedLAMB.options, "reduced_precision_dtype", "first_step")
-    counts: ClassVar[bool] = False
+    rule: ClassVar[type[LambRule]] = _UncountedRule
     reduced_precision_dtype: torch.dtype | None = None
     first_step: int = 0
     _skip: Tensor | None = None
@@ -93,17 +98,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         group.setdefault("step", self.first_step)
         _settle(group, copies=True)
 
-    def gather(
-        self,
-        gradients: Sequence[Tensor | None] | None = None,
-        copies: Sequence[Tensor | None] | None = None,
-        flags: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        """Finds what the next step reads and writes, as :meth:`FusedOptimizer.gather` says."""
+    def _before_rows(self) -> None:
         steps = [group["step"] for group in self.param_groups]
         if len(steps) != len(self._steps) or any(one is not own for one, own in zip(steps, self._steps, strict=True)):
-            self.forget()  # somebody has set them
-        super().gather(gradients, copies, flags)
+            self._known = None  # somebody has set them
+        super()._before_rows()
 
     def _build(
         self,
@@ -126,9 +125,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         if parameter.dtype == self.reduced_precision_dtype and "master_param" not in self.state[parameter]:
             self.state[parameter]["master_param"] = parameter.detach().float()
 
-    def _prepare(self, steering: Steering) -> None:
+    def _measure(self, steering: Steering) -> Mapping[torch.device, Tensor]:
         self._skip = steering.state.found_inf if steering.state is not None and steering.skips else None
-        super()._prepare(steering)
+        return super()._measure(steering)
 
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned.
@@ -175,8 +174,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group, given, (lr, step) in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
             counts = [self.state[one]["step"] for one in group["params"] if self.state.get(one)]
             saved = torch.stack(counts).amax() if counts else self.first_step
-            step.copy_(torch.as_tensor(given.get("step", saved)).reshape(()))
-            lr.copy_(torch.as_tensor(group["lr"]).reshape(()))
+            _write(step, given.get("step", saved))
+            _write(lr, group["lr"])
             group["lr"], group["step"] = lr, step
 
 
@@ -189,12 +188,12 @@ def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
             "its lr and step are on one device: make one group a device"
         )
     for name in ("lr", "step"):
-        number = torch.as_tensor(group[name])
-        device = next(iter(devices), number.device)
-        if (
-            copies
-            or number is not group[name]
-            or number.shape
-            or (number.device, number.dtype) != (device, torch.float32)
-        ):
-            group[name] = number.detach().reshape(()).to(device, torch.float32, copy=True)
+        given = group[name]
+        device = next(iter(devices), given.device if isinstance(given, Tensor) else torch.device("cpu"))
+        number = torch.as_tensor(given, dtype=torch.float32, device=device)
+        if copies or number is not given or number.shape:
+            group[name] = number.detach().reshape(()).clone()
+
+
+def _write(cell: Tensor, value: Tensor | float) -> None:
+    cell.copy_(torch.as_tensor(value, dtype=cell.dtype, device=cell.device).reshape(()))

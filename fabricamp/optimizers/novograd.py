@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.ops.novograd import NovoGradRule, launch_novograd, novograd_reference
-from fabricamp.optimizers.base import FusedOptimizer, UnsupportedError
+from fabricamp.ops import NovoGradRule, Rule
+from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.refusals import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from fabricamp import ops
-    from fabricamp.ops.table import Table
-    from fabricamp.optimizers.rows import Rows
-
-__all__ = ["FusedNovoGrad"]
 
 _LARGEST: Final = {2: False, 0: True, math.inf: True}
 """Whether a norm is the largest absolute value, by ``norm_type``."""
@@ -40,9 +36,7 @@ class FusedNovoGrad(FusedOptimizer):
     tensor([0.9400, 0.9200])
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    cell_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg_norm")
-    wide_cells: ClassVar[tuple[str, ...]] = ("exp_avg_norm",)
+    rule: ClassVar[type[Rule]] = NovoGradRule
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "moment_mode")
 
     def __init__(
@@ -98,17 +92,6 @@ class FusedNovoGrad(FusedOptimizer):
             grad_averaging=bool(group["grad_averaging"]),
             largest=_LARGEST[group["norm_type"]],
             from_zero=bool(group["init_zero"]),
-        )
-
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        launch_novograd(table, state, limit, skips=skips)
-
-    def _reference(
-        self, rows: Rows, rule: NovoGradRule, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        gradients, parameters, (averages,), (steps, norms), copies = rows
-        novograd_reference(
-            gradients, parameters, averages, steps, norms, rule, copies=copies, state=state, limit=limit, skips=skips
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

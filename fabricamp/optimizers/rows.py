@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import operator
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from fabricamp import ops
+from fabricamp.ops import Rows
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.layouts import addresses
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
+from fabricamp.ops.uploads import is_capturing
+from fabricamp.optimizers.refusals import is_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Known", "Part", "Rows", "zero_gradients"]
-
 Value = TypeVar("Value")
-
-
-class Rows(NamedTuple):
-    """Rows of one group, as a torch reference takes them: lists of one length.
-
-    ``states`` and ``cells`` hold one such list for each of the optimizer's ``state_names`` and ``cell_names``.
-    """
-
-    gradients: list[Tensor]
-    parameters: list[Tensor]
-    states: list[list[Tensor]]
-    cells: list[list[Tensor]]
-    copies: list[Tensor | None] | None
+LAST: Final[Sequence[Tensor | None]] = []
+"""Stands for what the last call was given."""
 
 
 class Part:
@@ -67,6 +57,7 @@ class Part:
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
         ]
+        self._captured = self._holds_captured = False
         self.table: Table | None = None
         if runs_kernels(device):
             self.table = Table(
@@ -77,6 +68,11 @@ class Part:
                 groups=groups,
             )
 
+    def has(self, row: int, target: Tensor, state: Sequence[Tensor | None]) -> bool:
+        """Whether these are the tensors of ``row``."""
+        own = (column[row] for column in (*self._states, *self._cells))
+        return target is self._parameters[row] and all(map(operator.is_, own, state))
+
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns those of ``values``, one for each of the optimizer's parameters, that belong to this part."""
         return values if len(values) == len(self.places) else [values[place] for place in self.places]
@@ -84,9 +80,23 @@ class Part:
     def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
         """Takes in a step's gradients; ``trust`` False where they come from another place than the last ones."""
         if self.table is None:
+            if any(one is not None and _is_unreadable(one) for one in gradients):
+                raise ValueError("a gradient is sparse, or a tensor around others")
             self._gradients = gradients
+            self._holds_captured = is_capturing(self.device)
+            self._captured |= self._holds_captured
         else:
             self.table.refresh(gradients, trust=trust)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has a step of these rows."""
+        return self._captured if self.table is None else bool(self.table.captured)
+
+    @property
+    def holds_captured(self) -> bool:
+        """Whether the last :meth:`refresh` was during a capture."""
+        return self._holds_captured if self.table is None else self.table.holds_captured
 
     def release(self) -> None:
         """Lets go of the gradients."""
@@ -99,7 +109,7 @@ class Part:
         own = scale.to(self.device, non_blocking=True)
         if self.table is not None:
             return sum_squares(self.table, own, divisor)
-        nothing = torch.zeros((), device=self.device)
+        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         return ops.gradient_statistics([nothing if one is None else one for one in self._present()], own, divisor)
 
     def _present(self) -> Sequence[Tensor | None]:
@@ -125,9 +135,10 @@ class Part:
             [self._copies[row] for row in chosen],
         )
 
-    def mark_written(self) -> None:
+    def mark_written(self, table: Table) -> None:
         """Tells autograd what a kernel wrote behind its back, so that a backward through older values fails as it should."""
-        torch.autograd.graph.increment_version(self._written)
+        rows = table.present
+        torch.autograd.graph.increment_version(self._written if rows is None else [self._written[row] for row in rows])
 
     def place_of_statistic(self, index: int) -> int:
         """Returns where the parameter stands that entry ``index`` of :meth:`statistics` belongs to."""
@@ -178,6 +189,10 @@ class Known:
             and addresses(self._copied) == self._copied_pointers
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
+
+
+def _is_unreadable(gradient: Tensor) -> bool:
+    return gradient.layout is not torch.strided or (type(gradient) is not Tensor and is_wrapper(gradient))
 
 
 def zero_gradients(parameters: Iterable[Tensor]) -> None:

@@ -8,19 +8,15 @@ import torch
 from torch.optim.optimizer import required
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.sgd import SgdRule, launch_sgd, sgd_reference
+from fabricamp.ops import Rule, SgdRule
 from fabricamp.optimizers.base import FusedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
-    from fabricamp import ops
-    from fabricamp.ops.table import Table
-    from fabricamp.optimizers.rows import Part, Rows
-
-__all__ = ["FusedSGD"]
+    from fabricamp.optimizers.rows import Part
 
 
 class FusedSGD(FusedOptimizer):
@@ -37,8 +33,7 @@ class FusedSGD(FusedOptimizer):
     tensor([0.7100, 0.7100])
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    cell_names: ClassVar[tuple[str, ...]] = ("buffer_filled",)
+    rule: ClassVar[type[Rule]] = SgdRule
     options: ClassVar[tuple[str, ...]] = (
         *FusedOptimizer.options,
         "wd_after_momentum",
@@ -84,18 +79,12 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
         super().__init__(params, defaults)
 
-    def gather(
-        self,
-        gradients: Sequence[Tensor | None] | None = None,
-        copies: Sequence[Tensor | None] | None = None,
-        flags: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        """Finds what the next step reads and writes; groups may have got momentum since the last one, or lost it."""
+    def _before_rows(self) -> None:
+        """Groups may have got momentum since the last step, or lost it."""
         moves = tuple([group["momentum"] != 0 for group in self.param_groups])
         if moves != self._moves:
+            self._known = None
             self._moves = moves
-            self.forget()
-        super().gather(gradients, copies, flags)
 
     def _build(self, *arguments: Any) -> list[Part]:
         groups = [group["params"] for group in self.param_groups if group["momentum"] != 0]
@@ -106,7 +95,7 @@ class FusedSGD(FusedOptimizer):
         state = self.state[parameter]
         if state.get("momentum_buffer") is not None:
             # From torch or apex, which have a buffer only once it holds a gradient.
-            state.setdefault("buffer_filled", torch.ones((), device=parameter.device))
+            state.setdefault("buffer_filled", torch.ones((), dtype=torch.float32, device=parameter.device))
         elif id(parameter) in self._moving:
             state.pop("momentum_buffer", None)
         else:
@@ -122,15 +111,4 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             decay_after_momentum=self.wd_after_momentum,
             maximize=group["maximize"],
-        )
-
-    def _launch(self, table: Table, state: ops.StepState | None, limit: float | None, *, skips: bool) -> None:
-        launch_sgd(table, state, limit, skips=skips)
-
-    def _reference(
-        self, rows: Rows, rule: SgdRule, state: ops.StepState | None, limit: float | None, *, skips: bool
-    ) -> None:
-        gradients, parameters, (buffers,), (filled,), copies = rows
-        sgd_reference(
-            gradients, parameters, buffers, filled, rule, copies=copies, state=state, limit=limit, skips=skips
         )

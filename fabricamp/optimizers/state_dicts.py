@@ -10,17 +10,62 @@ from torch import Tensor
 from fabricamp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim import Optimizer
-
-__all__ = ["restore_full_precision", "with_steps_by_parameter"]
 
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 """What only torch's optimizers have in their groups; ``fused=None`` would even deny that a step skips by itself."""
 
 
-def with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
+def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns one number as a step keeps it, 0-dim in device memory: ``value`` itself where it is that."""
+    if isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == ((), dtype, device):
+        return value
+    return torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()).clone()
+
+
+def load_state(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    cells: Sequence[str],
+    narrow_cells: Sequence[str],
+) -> None:
+    """Loads by torch's ``load`` what may be torch's or apex's; ``narrow_cells`` are fp32, other tensors as wide as they should be.
+
+    Options that the state does not know stay as they are.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    seen: list[dict[str, Any]] = []
+
+    def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        seen.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
+        return seen[0]
+
+    # The last one: it sees what others made of the state.
+    handle = optimizer.register_load_state_dict_pre_hook(normalise)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    for group, before in zip(optimizer.param_groups, own, strict=True):
+        for key, value in before.items():
+            group.setdefault(key, value)
+    _restore_full_precision(optimizer, seen[0], narrow_cells)
+
+
+@torch.no_grad()
+def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Writes each loaded tensor into the one of ``own`` that it is to replace, and puts that in its place."""
+    for key, entry in own.items():
+        for name, tensor in entry.items():
+            value = loaded[key].get(name) if key in loaded else None
+            if isinstance(tensor, Tensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
+                loaded[key][name] = tensor.copy_(value)
+
+
+def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
     """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one a group; refuses what would be lost.
 
     Options that only torch's optimizers have are left out.
@@ -48,7 +93,7 @@ def with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Seq
     return result
 
 
-def restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
+def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
     """Puts what ``Optimizer.load_state_dict`` rounded to half back as it was saved: fp32 at least, on the parameter's device."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -56,8 +101,8 @@ def restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cel
         wide = torch.promote_types(parameter.dtype, torch.float32)
         for name, value in state_dict["state"].get(key, {}).items():
             if name in cells:
-                number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-                loaded = number.reshape(()).to(parameter.device, torch.float32, copy=True)
+                number = value.detach() if isinstance(value, Tensor) else float(value)
+                loaded = torch.as_tensor(number, dtype=torch.float32, device=parameter.device).reshape(()).clone()
             elif isinstance(value, Tensor) and value.is_floating_point():
                 loaded = value.detach().to(parameter.device, wide, copy=True)
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fabricamp.precision.base import PRECISIONS, Clip, Precision, Verdict
+from fabricamp.precision.base import PRECISIONS, Clip, Precision
 from fabricamp.precision.level import OptLevel
-from fabricamp.precision.named import precision_from
+from fabricamp.precision.loss_scaler import Verdict
+from fabricamp.precision.named import precision_from, precision_name
 
-__all__ = ["PRECISIONS", "Clip", "OptLevel", "Precision", "Verdict", "precision_from"]
+__all__ = ["PRECISIONS", "Clip", "OptLevel", "Precision", "Verdict", "precision_from", "precision_name"]

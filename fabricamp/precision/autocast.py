@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType, TracebackType
 
-__all__ = [
-    "Autocast",
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "without_autocast",
-]
-
 Function = TypeVar("Function", bound="Callable[..., Any]")
 Rule = Literal["half", "float", "promote"]
 _RULE = "_fabricamp_rule"

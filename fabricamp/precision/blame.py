@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Blame"]
-
 
 class Blame:
     """What the statistics of one optimizer were taken of in the last windows.

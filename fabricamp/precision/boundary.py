@@ -1,70 +1,113 @@
-"""The boundary of a half module: what the user's step calls gets half inputs and gives back fp32.
+"""The boundary of a half module: what the user's step calls gets inputs in the module's dtype, and gives back fp32.
 
-Calls inside a forward are untouched.
+A module that is called from the step (``self(x)``, ``self.net(x)``, ``self.net.layer(x)``) has its floating arguments cast to its
+own dtype, and its outputs to fp32.  What it calls inside its ``forward`` is left alone and costs nothing: there are no hooks on it.
+
+While a step is outside of such modules, a pre-hook of *all* modules (``torch.nn.modules.module.register_module_forward_pre_hook``
+in torch's words) watches what it calls.  A module that it calls for the first time, in whatever step, then gets two hooks of its
+own, which see to the casts from there on.  The watch rests while a module with a boundary runs, in backward, and between steps.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from fabricamp.precision.casting import cast_floating
+from fabricamp.torch_private import current_backward, global_forward_pre_hooks
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from collections import OrderedDict
+    from types import TracebackType
 
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
-
-__all__ = ["Boundary", "CachingBoundary", "InsideStep", "OpenBoundary", "OutsideStep", "forget_calls"]
 
 
 class _Calls(threading.local):
-    """Whether this thread is in the user's step, which bounded modules it is inside of, and what autocast did outside of them."""
+    """Whether this thread is in the user's step, and inside which modules with hooks of a boundary (their ids)."""
 
     def __init__(self) -> None:
         self.armed = False
-        self.caching = True
-        self.root: object = None
-        self.stack: list[nn.Module] = []
+        self.stack: list[int] = []  # ids: torch.compile cannot trace a module that goes into a list twice
 
 
-_CALLS = _Calls()
+CALLS = _Calls()
+
+# torch looks up in a table of the module whether a hook wants keyword arguments, and does so for hooks of all modules too, by
+# their key (`_call_impl` in torch/nn/modules/module.py).  The public function would give it a number; this key is in the tables of
+# bounded modules alone, with the boundary as its value: copies and pickles of a module have it.
+_KEY: Any = "fabricamp.boundary"
+_WATCHING: set[int] = set()  # ids of threads: the hook is the process's
+_LOCK = threading.Lock()
 
 
-def forget_calls() -> None:
-    """Forgets calls that an interrupt ended: torch runs hooks behind an ``Exception``, and ``KeyboardInterrupt`` is none."""
-    if _CALLS.stack:
-        _CALLS.stack.clear()
-        torch.set_autocast_cache_enabled(_CALLS.caching)
-        torch.clear_autocast_cache()
+def _watch(wanted: bool) -> None:
+    """Registers the pre-hook of all modules for this thread, or removes it where no other thread wants it."""
+    with _LOCK:
+        if wanted:
+            _WATCHING.add(threading.get_ident())
+            global_forward_pre_hooks[_KEY] = _before_any_module
+            return
+        _WATCHING.discard(threading.get_ident())
+        if not _WATCHING:
+            global_forward_pre_hooks.pop(_KEY, None)
 
 
-def _runs(module: nn.Module, *, besides: nn.Module) -> bool:
-    """Returns whether a call of ``module`` goes on in this thread, not counting the call of ``besides`` that begins."""
-    calls = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > (module is besides)
+def _before_any_module(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
+    """Hooks a module that a step calls for the first time; one without a boundary brings no ``kwargs``."""
+    if kwargs is None or not CALLS.armed or CALLS.stack or current_backward() != -1:
+        return None
+    boundary: Boundary = _table(module)[_KEY]
+    if boundary.handles or not boundary.is_of(module):
+        return None  # its own hooks run next
+    boundary.hook(module)
+    return boundary.enter(module, args, kwargs)  # torch runs the new pre-hook from the next call on
+
+
+def _table(module: nn.Module) -> dict[Any, Any]:
+    return cast("dict[Any, Any]", module._forward_pre_hooks_with_kwargs)
 
 
 class Boundary:
-    """The two hooks of one module; plain data, so that copies and pickles of the module carry their own.
+    """What the step's calls of one module pass; plain data, so that copies and pickles of the module carry their own.
 
-    Which call comes from the step is known from the stack of bounded modules.  Activation checkpointing runs a call again in
-    backward, outside any step; whether it came from the step is then told by a flag that torch itself saves and restores
-    around the second run, in both modes: ``is_autocast_cache_enabled``, off in a step outside any module, on everywhere else.
+    Activation checkpointing runs a call again in backward, and it has to be cast as it was the first time.  torch then calls the
+    same function with the same arguments, under the random state and the autocast state of the first run, in both of its modes
+    (torch/utils/checkpoint.py: ``preserve_rng_state``, ``_get_autocast_kwargs``); nothing else is left of where that run was.
+    So autocast's state tells it, by a part for which half modules have no use: ``is_autocast_cache_enabled`` is off in a step
+    outside of bounded modules, and on everywhere else.  It is asked in backward alone.
     """
 
-    def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         self.output_dtype = output_dtype
-        self.was_called_from_step = False
+        self.handles: list[RemovableHandle] = []
+        self._earlier_hooks: tuple[int, ...] = ()
+
+    def put_on(self, module: nn.Module) -> None:
+        """Gives ``module`` the boundary; its hooks follow when a step calls it."""
+        self._earlier_hooks = tuple(module._forward_hooks)
+        _table(module)[_KEY] = self
+
+    def take_off(self, module: nn.Module) -> None:
+        """Undoes :meth:`put_on`, and removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        if _table(module).get(_KEY) is self:
+            del _table(module)[_KEY]
+
+    def hook(self, module: nn.Module) -> None:
+        """Hooks ``module`` as of :meth:`put_on`: forward hooks from before it see half outputs, later ones what the step gets."""
+        self.handles = self.attach(module)
+        hooks = cast("OrderedDict[int, Any]", module._forward_hooks)
+        own = self.handles[-1].id
+        for key in [key for key in hooks if key != own and key not in self._earlier_hooks]:
+            hooks.move_to_end(key)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Hooks ``module``; returns what removes the hooks."""
@@ -75,16 +118,15 @@ class Boundary:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward: casts what comes from the step."""
-        calls = _CALLS
-        if calls.stack:
-            calls.stack.append(module)
+        stack = CALLS.stack
+        if stack:
+            stack.append(id(module))
             return None
-        if not calls.armed and (torch.is_autocast_cache_enabled() or not self.was_called_from_step):
+        from_step = CALLS.armed if current_backward() == -1 else not torch.is_autocast_cache_enabled()
+        if not from_step or not self.is_of(module):
             return None
-        if not self.is_of(module):
-            return None
-        self.was_called_from_step = True
-        calls.stack.append(module)
+        stack.append(id(module))
+        _watch(False)
         torch.set_autocast_cache_enabled(True)
         return self.cast_inputs(args, kwargs)
 
@@ -100,96 +142,20 @@ class Boundary:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, or its exception: casts what goes to the step."""
-        stack = _CALLS.stack
-        if not any(entry is module for entry in stack):
-            return None
-        while stack.pop() is not module:
+        stack, own = CALLS.stack, id(module)
+        if own not in stack:
+            return None  # it was not entered: boundaries were at rest, or another hook raised first
+        while stack.pop() != own:
             pass
         if stack:
             return None
-        torch.set_autocast_cache_enabled(False)
-        return cast_floating(output, self.output_dtype)
-
-
-class OpenBoundary(Boundary):
-    """One that is always armed, for scripts: they call a module at any time and from any thread.
-
-    The flag that tells calls apart is the other way round here, on outside of modules and off inside: a script sets nothing.
-    ``root`` is one object for all modules of a model.
-    """
-
-    def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype, root: object) -> None:
-        super().__init__(dtype, output_dtype)
-        self.root = root
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the forward: casts what comes from the script."""
-        calls = _CALLS
-        stack = calls.stack
-        if (
-            stack
-            and (stack[0] is module or calls.root is not self.root)  # else it is a part of what runs
-            and not torch.compiler.is_compiling()
-            and not _runs(stack[0], besides=module)
-        ):
-            forget_calls()
-        if stack:
-            stack.append(module)
-            return None
-        if not torch.is_autocast_cache_enabled() or not self.is_of(module):
-            return None
-        calls.root, calls.caching = self.root, True
-        stack.append(module)
-        torch.set_autocast_cache_enabled(False)
-        return self.cast_inputs(args, kwargs)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward, or its exception: casts what goes to the script."""
-        inside = bool(_CALLS.stack)
-        result = super().leave(module, args, output)
-        if inside and not _CALLS.stack:
-            torch.set_autocast_cache_enabled(True)
-        return result
-
-
-class CachingBoundary:
-    """Lets autocast keep the half weights that it made for the length of one call of a module, and no longer.
-
-    For scripts, in which autocast is on all the time: what it kept across calls would be old weights after a step or a loaded
-    state dict, and weights without gradient after an evaluation.  ``output_dtype`` None leaves outputs as they are.
-    """
-
-    def __init__(self, output_dtype: torch.dtype | None) -> None:
-        self.output_dtype = output_dtype
-
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Hooks ``module``; returns what removes the hooks."""
-        return [
-            module.register_forward_pre_hook(self.enter, prepend=True),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Before the forward."""
-        if _CALLS.stack and not _runs(_CALLS.stack[0], besides=module):
-            forget_calls()
-        if not _CALLS.stack:
-            _CALLS.caching = torch.is_autocast_cache_enabled()
-        _CALLS.stack.append(module)
-        torch.set_autocast_cache_enabled(True)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward, or its exception."""
-        stack = _CALLS.stack
-        if not any(entry is module for entry in stack):
-            return None
-        while stack.pop() is not module:
-            pass
-        if stack:
-            return None
-        torch.set_autocast_cache_enabled(_CALLS.caching)
-        torch.clear_autocast_cache()
+        self.go_outside()
         return None if self.output_dtype is None else cast_floating(output, self.output_dtype)
+
+    def go_outside(self) -> None:
+        """The outermost module was left: the step goes on."""
+        torch.set_autocast_cache_enabled(False)
+        _watch(CALLS.armed)
 
 
 class InsideStep:
@@ -197,18 +163,23 @@ class InsideStep:
 
     def __init__(self, *, armed: bool = True) -> None:
         self._armed = armed
-        self._saved: list[tuple[bool, list[nn.Module], bool]] = []
+        self._saved: list[tuple[bool, list[int], bool]] = []
+        # torch.compile's wrapper of a module warns of any such hook: it would see both the wrapper and the module, which are
+        # two modules to us as well.
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks", UserWarning)
 
     def __enter__(self) -> None:
-        self._saved.append((_CALLS.armed, _CALLS.stack, torch.is_autocast_cache_enabled()))
-        _CALLS.armed, _CALLS.stack = self._armed, []
+        self._saved.append((CALLS.armed, CALLS.stack, torch.is_autocast_cache_enabled()))
+        CALLS.armed, CALLS.stack = self._armed, []
         torch.set_autocast_cache_enabled(not self._armed)
+        _watch(self._armed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _CALLS.armed, _CALLS.stack, cache = self._saved.pop()
+        CALLS.armed, CALLS.stack, cache = self._saved.pop()
         torch.set_autocast_cache_enabled(cache)
+        _watch(CALLS.armed and not CALLS.stack)
 
 
 class OutsideStep(InsideStep):

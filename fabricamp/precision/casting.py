@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError
+from fabricamp.torch_private import AnyBatchNorm, AnyLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["cast_floating", "cast_tensors", "modules_to_convert", "own_tensors", "owns_any"]
 
 Value = TypeVar("Value")
 
@@ -93,14 +90,9 @@ def _cast_dataclass(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.d
     return result
 
 
-def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool) -> list[nn.Module]:
-    """Returns the modules whose own tensors are converted; raises :class:`ConfigError` for what cannot be.
-
-    Left out: metrics with all they hold, losses, and modules without parameters that the user's step calls itself (children
-    of a module with a ``training_step``): these see fp32 outputs.  Modules without parameters inside a converted one are
-    converted with it, since they see half there.
-    """
-    chosen = list(_walk(root, keep_batchnorm_fp32=keep_batchnorm_fp32))
+def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool, whole_step: bool = False) -> list[nn.Module]:
+    """Returns :func:`convertible_modules`; raises :class:`ConfigError` where one of them cannot be converted."""
+    chosen = list(convertible_modules(root, keep_batchnorm_fp32=keep_batchnorm_fp32, whole_step=whole_step))
     for module in chosen:
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -115,15 +107,29 @@ def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool) -> list[nn
     return chosen
 
 
-def _walk(module: nn.Module, *, keep_batchnorm_fp32: bool, owned: bool = True) -> Iterator[nn.Module]:
-    if _is_metric(module) or isinstance(module, _Loss) or (keep_batchnorm_fp32 and isinstance(module, _BatchNorm)):
+def convertible_modules(
+    module: nn.Module, *, keep_batchnorm_fp32: bool, whole_step: bool = False, owned: bool = True
+) -> Iterator[nn.Module]:
+    """Gives the modules whose own tensors an opt level converts: with ``whole_step`` all but metrics with what they hold.
+
+    Left out otherwise: metrics, losses, and modules without parameters that the user's step calls itself (children
+    of a module with a ``training_step``): these see fp32 outputs.  Modules without parameters inside a converted one are
+    converted with it, since they see half there.
+    """
+    stays = isinstance(module, AnyLoss) and not whole_step
+    if stays or _is_metric(module) or (keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm)):
         return
-    owned = owned or _has_parameters(module)
+    owned = owned or whole_step or _has_parameters(module)
     if owned:
         yield module
     calls_children_itself = hasattr(module, "training_step")
     for child in module.children():
-        yield from _walk(child, keep_batchnorm_fp32=keep_batchnorm_fp32, owned=owned and not calls_children_itself)
+        yield from convertible_modules(
+            child,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            whole_step=whole_step,
+            owned=owned and not calls_children_itself,
+        )
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""From an fp32 module to a half one: weights and buffers, and the boundary that its callers see."""
+"""From an fp32 module to a half one: weights and buffers, and which of its modules have a boundary."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import torch
 from torch import nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.casting import CONVERTIBLE, modules_to_convert, own_tensors, owns_any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection
 
-    from torch.utils.hooks import RemovableHandle
+    from torch import Tensor
 
-    from fabricamp.precision.boundary import Boundary
     from fabricamp.precision.master_weights import MasterWeights
 
-__all__ = ["bound", "check_autocast", "convert"]
 
-
-def check_autocast(module: nn.Module, dtype: torch.dtype, name: str, device_type: str) -> None:
-    """Raises :class:`ConfigError` where ``module`` cannot be trained under autocast to ``dtype`` (opt level ``name``)."""
+def check_full_weights(module: nn.Module, name: str) -> None:
+    """Raises :class:`ConfigError` where parameters of ``module`` are half already, which opt level ``name`` keeps in fp32."""
     for parameter_name, parameter in module.named_parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16):
+        if parameter.dtype in HALF_DTYPES:
             raise ConfigError(
                 f"parameter {parameter_name} is {parameter.dtype} already, but precision {name!r} keeps fp32 weights; "
                 "bring the module in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
             )
+
+
+def check_autocast(module: nn.Module, dtype: torch.dtype, name: str, device_type: str) -> None:
+    """Raises :class:`ConfigError` where ``module`` cannot be trained under autocast to ``dtype`` (opt level ``name``)."""
     # oneDNN, where torch's autocast sends an LSTM on CPUs, trains none in fp16.
     lstm = next((place for place, one in module.named_modules() if isinstance(one, nn.LSTM)), None)
     if lstm is not None and dtype is torch.float16 and device_type == "cpu":
@@ -38,16 +40,17 @@ def check_autocast(module: nn.Module, dtype: torch.dtype, name: str, device_type
         )
 
 
-def convert(module: nn.Module, dtype: torch.dtype, full: MasterWeights, *, keep_batchnorm_fp32: bool) -> set[int]:
+def convert(
+    module: nn.Module,
+    dtype: torch.dtype,
+    full: MasterWeights,
+    *,
+    keep_batchnorm_fp32: bool,
+    whole_step: bool = False,
+) -> set[int]:
     """Converts weights and buffers in place, their fp32 values kept in ``full``; returns the ids of the parameters."""
-    kept_fp32: set[int] = set()
-    chosen = modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    chosen_ids = set(map(id, chosen))
-    for other in module.modules():
-        if id(other) not in chosen_ids:
-            kept_fp32.update(map(id, own_tensors(other)))
-    unique = {id(tensor): tensor for one in chosen for tensor in own_tensors(one)}
-    tensors = [tensor for key, tensor in unique.items() if tensor.dtype in CONVERTIBLE and key not in kept_fp32]
+    chosen = modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32, whole_step=whole_step)
+    tensors = tensors_to_convert(module, chosen)
     full.convert(tensors, dtype)
     full.watch_loading(chosen)
     for one in chosen:
@@ -56,13 +59,17 @@ def convert(module: nn.Module, dtype: torch.dtype, full: MasterWeights, *, keep_
     return {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
 
 
-def bound(
-    module: nn.Module, converted: set[int], boundary: Callable[[], Boundary], *, keep_batchnorm_fp32: bool
-) -> list[RemovableHandle]:
-    """Gives every module that owns converted parameters (by id) a new ``boundary()``; returns what removes them."""
+def tensors_to_convert(module: nn.Module, chosen: Collection[nn.Module]) -> list[Tensor]:
+    """Returns the parameters and buffers that go with the ``chosen`` modules, except what another module shares with them."""
+    chosen_ids = set(map(id, chosen))
+    others = [one for one in module.modules() if id(one) not in chosen_ids]
+    kept = {id(tensor) for one in others for tensor in own_tensors(one)}
+    unique = {id(tensor): tensor for one in chosen for tensor in own_tensors(one)}
+    return [tensor for key, tensor in unique.items() if tensor.dtype in CONVERTIBLE and key not in kept]
+
+
+def bounded(module: nn.Module, converted: set[int], *, keep_batchnorm_fp32: bool) -> list[nn.Module]:
+    """Returns the modules that have a boundary: those with converted parameters (by id), their own or of modules below."""
     return [
-        handle
-        for one in modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32)
-        if owns_any(one, converted)
-        for handle in boundary().attach(one)
+        one for one in modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32) if owns_any(one, converted)
     ]

@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp import ops
-from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fabricamp.optimizers.base import FusedOptimizer
     from fabricamp.precision.base import Clip
-
-__all__ = ["FusedStep", "add_up", "flags_of"]
+    from fabricamp.strategies.base import Strategy
 
 
 _FLAGS = WeakTensorKeyDictionary()
@@ -34,6 +32,8 @@ def flags_of(present: Tensor) -> list[Tensor]:
 class FusedStep(NamedTuple):
     """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
 
+    ``shards``: the strategy, where each rank has a part of the gradients.
+
     ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.  ``sticky``, ``closing`` and
     ``loss`` are those of :func:`~fabricamp.ops.finish`.
     """
@@ -42,51 +42,54 @@ class FusedStep(NamedTuple):
     scale: Tensor
     divisor: float
     skips: bool
-    strategy: Strategy | None = None
+    shards: Strategy | None = None
     origin: int = 0
     sticky: bool = False
     closing: ops.ScaleRule | None = None
     loss: Tensor | None = None
 
-    def __call__(
-        self,
-        optimizer: FusedOptimizer,
-        clip: Clip | None,
-        *,
-        gradients: Sequence[Tensor | None] | None = None,
-        copies: Sequence[Tensor | None] | None = None,
-        flags: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:
-        """Clips and updates, or skips, all on the device; returns the statistics."""
-        optimizer.gather(gradients, copies, flags)
-        max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
-        limit = clip.value if clip is not None and clip.algorithm == "value" else None
-        if self.skips or max_norm is not None:
-            statistics = optimizer.statistics(self.scale, self.divisor)
-            if self.strategy is not None:
-                statistics = add_up(self.strategy, statistics)
-        else:
-            statistics = self.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
-        ops.finish(
-            self.state,
-            statistics,
-            scale=self.scale,
-            divisor=self.divisor,
-            max_norm=max_norm,
-            origin=self.origin,
-            sticky=self.sticky,
-            closing=self.closing,
-            loss=self.loss,
-        )
-        optimizer.steer(self.state, limit=limit, skips=self.skips)
+
+def step_fused(
+    optimizer: FusedOptimizer,
+    how: FusedStep | None,
+    clip: Clip | None,
+    *,
+    gradients: Sequence[Tensor | None] | None = None,
+    copies: Sequence[Tensor | None] | None = None,
+    flags: Sequence[Tensor | None] | None = None,
+) -> Tensor | None:
+    """Clips and updates, or skips, all on the device; returns the statistics.  ``how`` None: gradients are what they are."""
+    optimizer.gather(gradients, copies, flags)
+    if how is None:
+        optimizer.steer(None)
         optimizer.step()
-        return statistics
+        return None
+    max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
+    limit = clip.value if clip is not None and clip.algorithm == "value" else None
+    if how.skips or max_norm is not None:
+        statistics = optimizer.statistics(how.scale, how.divisor)
+        if how.shards is not None:
+            statistics = add_up(how.shards, statistics)
+    else:
+        statistics = how.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
+    ops.finish(
+        how.state,
+        statistics,
+        scale=how.scale,
+        divisor=how.divisor,
+        max_norm=max_norm,
+        origin=how.origin,
+        sticky=how.sticky,
+        closing=how.closing,
+        loss=how.loss,
+    )
+    optimizer.steer(how.state, limit=limit, skips=how.skips)
+    optimizer.step()
+    return statistics
 
 
 def add_up(strategy: Strategy, statistics: Tensor) -> Tensor:
-    """Returns statistics of all ranks where each has a part of the gradients; the same ones elsewhere."""
-    if type(strategy).reduce_statistics is Strategy.reduce_statistics:
-        return statistics
+    """Returns the statistics of all ranks, each of which has a part of the gradients."""
     total = statistics.sum().reshape(1)
     strategy.reduce_statistics(total)
     return total

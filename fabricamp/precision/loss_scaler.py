@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from fabricamp import ops
-from fabricamp.precision.base import Verdict
+from fabricamp.ops.pinned import pinned_for_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fabricamp.precision.opt_levels import Level
-
-__all__ = ["LAG", "PATIENCE", "LossScaler", "Overflow"]
 
 LAG: Final = 2
 """How many windows later the host reads what became of one: the same on every device and rank, so that resumed runs agree."""
@@ -29,6 +27,18 @@ _FINITE, _SCALE, _LOSS, _APPLIED, _SKIPPED = map(ops.StepState.word, ("finite", 
 _FIRST_WINDOW, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
     ops.StepState.word, ("first_window", "first_loss", "first_scale", "first_chunk")
 )
+
+
+class Verdict(NamedTuple):
+    """What became of one update window, as the device decided it and the host read it."""
+
+    applied: bool
+    scale: float
+    loss: float
+    applied_steps: int
+    skipped_steps: int
+    ends_run: bool = False
+    """Whether the run has to end for it: by ``nan_policy``, or since nothing but skips has come for too long."""
 
 
 class Overflow(NamedTuple):
@@ -73,7 +83,7 @@ class LossScaler:
             self.losses = [ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis) for _ in range(num_losses)]
         cuda = self.device.type == "cuda"
         self._ring = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
-        self._host = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, pin_memory=True) if cuda else self._ring
+        self._host = pinned_for_kernels(SLOTS, _WORDS, dtype=torch.int32) if cuda else self._ring
         # As Python numbers, ten times as fast as by way of a tensor.
         words: Any = self._host.view(-1).numpy()
         self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
@@ -90,7 +100,7 @@ class LossScaler:
         moves |= {"sticky": sticky, "ring": self._ring, "mirror": self._host if cuda else None}
         self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
         self._limits = minimum, maximum
-        self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32).tolist()
+        self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
         self._windows = 0
         self._closed = False
         self._settled = False
@@ -119,16 +129,18 @@ class LossScaler:
         return self._windows % SLOTS
 
     def closing(self) -> ops.ScaleRule:
-        """Returns the rule for a launch that ends the window; with one loss.  :meth:`close` then only reads."""
+        """Returns the rule for a launch that ends the window; with one loss.  :meth:`launch_close` has then nothing to do."""
         self._closed = True
         return self._rule
 
     def close(self, loss: Tensor | None) -> Verdict | None:
         """Ends a window: moves the scales, and returns what became of the window two windows ago (None before there is one)."""
-        if self._closed:
-            self._closed = False
-        else:
-            self._close(loss)
+        self.launch_close(loss)
+        return self.note_closed()
+
+    def note_closed(self) -> Verdict | None:
+        """Counts a window that was ended on the device, and returns what became of the one two windows ago; launches nothing."""
+        self._closed = False
         if self._events:
             self._events[self._windows % SLOTS].record()
         self._windows += 1
@@ -138,7 +150,10 @@ class LossScaler:
         self.known, self._at_floor = self._read(window, self._at_floor)
         return self.known
 
-    def _close(self, loss: Tensor | None) -> None:
+    def launch_close(self, loss: Tensor | None) -> None:
+        """Moves the scales, and records the verdict in the ring, unless a step has done so in its own launch."""
+        if self._closed:
+            return
         state = self.state
         if loss is None:
             state.loss.fill_(float("nan"))
@@ -217,7 +232,7 @@ class LossScaler:
             "scalers": [state.state_dict() for state in self.losses],
             "ring": self._ring.clone(),
             "windows": self._windows,
-            "known": list(self.known),
+            "known": self.known._asdict(),
             "at_floor": self._at_floor,
             "sticky": self.sticky and not self._settled,
         }
@@ -234,7 +249,7 @@ class LossScaler:
             for event in self._events:
                 event.record()
         self._windows = int(state["windows"])
-        self.known = Verdict(*state["known"])
+        self.known = Verdict(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):
             # Overflows of a run that skipped them, or that ended for them, are not this one's.

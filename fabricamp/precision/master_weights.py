@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +12,13 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MasterWeights", "share_full_values"]
 
-logger = logging.getLogger("fabricamp")
-
-_known: WeakSet[MasterWeights] = WeakSet()
-
-
-class _FullValue:
+class FullValue:
     """The fp32 value of a converted tensor.
 
     While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version``
@@ -46,11 +38,8 @@ class MasterWeights:
     """Full values by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the object it was."""
 
     def __init__(self) -> None:
-        self._full: dict[Tensor, _FullValue] = {}
-        self._handles: list[RemovableHandle] = []
-        self.has_taken = False
-        """Whether a full value was taken from its half copy, which somebody had written into."""
-        _known.add(self)
+        self.full_values: dict[Tensor, FullValue] = {}
+        self.handles: list[RemovableHandle] = []
 
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
         """Rounds ``tensors`` to ``dtype`` in place and keeps their full values."""
@@ -65,60 +54,43 @@ class MasterWeights:
             if isinstance(tensor, nn.Parameter):
                 # Half weights may hold the fp32 gradient that hooks look at; backward still fills in half.
                 tensor.grad_dtype = None
-            self._full[tensor] = _FullValue(full.cpu(), tensor._version)
+            self.full_values[tensor] = FullValue(full.cpu(), tensor._version)
 
     def watch_loading(self, modules: Iterable[nn.Module]) -> None:
         """Lets every way of loading a state dict into ``modules`` reach the full values, low bits included."""
-        hook = _RefreshOnLoad(self._full)
-        self._handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]
-
-    def watch_saving(self, modules: Iterable[nn.Module], *, exact: bool) -> None:
-        """Lets every way of taking the state dict of ``modules`` give fp32: with ``exact`` full values, else widened ones."""
-        hook = _FullOnSave(self if exact else MasterWeights())
-        self._handles += [module.register_state_dict_post_hook(hook) for module in modules]
+        hook = _RefreshOnLoad(self.full_values)
+        self.handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._full
+        return tensor in self.full_values
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the fp32 value behind ``tensor``, where it is; None where it was not converted."""
-        full = self._full.get(tensor)
+        full = self.full_values.get(tensor)
         if full is None:
             return None
-        return (full.value if full.is_master else self._checked(tensor, full)).detach()
-
-    @torch.no_grad()
-    def edited(self) -> list[Tensor]:
-        """Returns the half weights with masters that are no longer what these are rounded to.  The host waits once."""
-        masters = [(tensor, full.value) for tensor, full in self._full.items() if full.is_master]
-        differs = [(tensor != master.to(tensor)).any() for tensor, master in masters]
-        flags = torch.stack([one.to(differs[0].device) for one in differs]).tolist() if differs else []
-        return [tensor for (tensor, _), flag in zip(masters, flags, strict=True) if flag]
-
-    @torch.no_grad()
-    def take(self, tensors: Iterable[Tensor]) -> None:
-        """Takes the full values of some converted tensors anew."""
-        for tensor in tensors:
-            full = self._full[tensor]
-            full.value.copy_(tensor)
-            full.version = tensor._version
+        return (full.value if full.is_master else self.checked(tensor, full)).detach()
 
     @torch.no_grad()
     def master_of(self, parameter: Tensor) -> Tensor:
         """Returns the fp32 parameter that is updated instead of ``parameter`` (itself where it was not converted)."""
-        full = self._full.get(parameter)
+        full = self.full_values.get(parameter)
         if full is None:
             return parameter
         if not full.is_master:
-            value = self._checked(parameter, full).to(parameter.device)
+            value = self.checked(parameter, full).to(parameter.device)
             # Its memory is its own: an optimizer writes into it.
             full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
             full.is_master = True
         return full.value
 
-    def refresh(self) -> None:
-        """Takes all full values anew from the converted tensors."""
-        self.take(self._full)
+    @torch.no_grad()
+    def refresh(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Takes full values anew from the converted tensors: all, or those of some."""
+        for tensor in self.full_values if tensors is None else tensors:
+            full = self.full_values[tensor]
+            full.value.copy_(tensor)
+            full.version = tensor._version
 
     def in_state(self, module: nn.Module, state: dict[str, Any], *, written: bool = True) -> dict[str, Any]:
         """Returns ``state`` with full values for rounded ones; without ``written`` only for what was not written into since."""
@@ -134,7 +106,7 @@ class MasterWeights:
 
     def _unwritten(self, tensor: Tensor) -> Tensor | None:
         """The full value behind a tensor that still is what it was rounded to; each is compared until it no longer is."""
-        full = self._full.get(tensor)
+        full = self.full_values.get(tensor)
         if full is None or full.is_stale:
             return None
         # Versions do not tell: kernels write through pointers.
@@ -144,48 +116,31 @@ class MasterWeights:
     def restore(self) -> None:
         """Puts the full values back into the converted tensors, except where these were changed since; forgets them."""
         with torch.no_grad():
-            for tensor, full in self._full.items():
+            for tensor, full in self.full_values.items():
                 full.version = -1
                 tensor.grad = None
-                tensor.data = self._checked(tensor, full).detach().to(tensor.device)
+                tensor.data = self.checked(tensor, full).detach().to(tensor.device)
                 if isinstance(tensor, nn.Parameter):
                     tensor.grad_dtype = tensor.dtype
-        self._full.clear()
-        for handle in self._handles:
+        self.full_values.clear()
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
-    def _checked(self, tensor: Tensor, full: _FullValue) -> Tensor:
-        """The full value of ``tensor``, which is its own widened where somebody wrote into it."""
+    def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
+        """Returns the full value of ``tensor``, which is its own widened where somebody wrote into it."""
         if full.version != tensor._version:
             current = tensor.detach()
             if not torch.equal(current, full.value.to(current.device, current.dtype)):
                 full.value.copy_(current)
-                self.has_taken = True
             full.version = tensor._version
         return full.value
-
-
-@torch.no_grad()
-def share_full_values(module: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
-    """Lets ``broadcast``, which works in place and was just used on the tensors of ``module``, share what is behind them too.
-
-    Without it ranks would keep full values of their own, and the fp32 values would differ in what half ones do not show.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    behind = [(tensor, full) for one in _known for tensor in tensors if (full := one._full.get(tensor)) is not None]
-    values = [full.value.detach().to(tensor.device) for tensor, full in behind]
-    if values:
-        broadcast(values)
-    for (tensor, full), value in zip(behind, values, strict=True):
-        full.value.copy_(value)
-        full.version = tensor._version
 
 
 class _RefreshOnLoad:
     """A hook before loading; a copy or pickle of its module has no masters, so the hook's copy knows none."""
 
-    def __init__(self, full: dict[Tensor, _FullValue]) -> None:
+    def __init__(self, full: dict[Tensor, FullValue]) -> None:
         self._full = full
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RefreshOnLoad:
@@ -211,44 +166,6 @@ class _RefreshOnLoad:
             if incoming.shape == full.value.shape:
                 full.value.copy_(incoming)
                 full.is_stale = False
-
-
-class _FullOnSave:
-    """A hook on state dicts; a copy or pickle of its module has no full values, so the hook's copy knows none and widens."""
-
-    def __init__(self, full: MasterWeights) -> None:
-        self._full = full
-        self._widened: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FullOnSave:
-        return _FullOnSave(MasterWeights())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _FullOnSave, (MasterWeights(),)
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            given = state.get(prefix + name)
-            if given is None or given is tensor or tensor.dtype not in (torch.float16, torch.bfloat16):
-                continue  # the tensor itself was asked for (keep_vars), or it is wide enough
-            full = self._full.value_of(tensor)
-            if full is None:
-                self._tell_if_written()
-                full = self._widened = given.float()
-            state[prefix + name] = full.to(tensor.device)
-
-    def _tell_if_written(self) -> None:
-        """Says once that somebody, who averages weights most likely, wrote into what a state dict gave, which ends there."""
-        if self._widened is not None and self._widened._version and not _told:
-            _told.append(True)
-            logger.warning(
-                "fabricamp: the state dict of a half model has fp32 copies, and what was written into them does not reach the "
-                "model; average the weights in a copy.deepcopy(model) of before the model became half"
-            )
-
-
-_told: list[bool] = []
 
 
 def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:

@@ -9,29 +9,43 @@ import torch
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.level import OptLevel
+from fabricamp.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["precision_from"]
+
+_LIGHTNINGS_NAMES = {"O0": "32-true", "O1": "16-mixed", "O4": "bf16-mixed"}
+_TRUE_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true", torch.float64: "64-true"}
 
 
-def precision_from(value: str | int | Precision, nan_policy: str | None = None) -> Precision:
+def precision_from(
+    value: str | int | Precision, nan_policy: str | None = None, device_type: str | None = None
+) -> Precision:
     """Returns the Precision that ``value`` names (32 and 16 as Lightning means them), or ``value`` itself where it is one.
 
     ``nan_policy`` is what it does about non-finite gradients.  Raises :class:`ConfigError` for names that are not known, and for
-    a precision that knows no policy.
+    a precision that knows no policy, or an opt level that devices of ``device_type`` ("cpu" or "cuda") cannot compute at.
     """
     precision = value if isinstance(value, Precision) else _by_name(value)
     if type(precision) is Precision and nan_policy is not None:
         precision = OptLevel("O0")
     if isinstance(precision, OptLevel):
         precision.take_nan_policy(nan_policy)
+        if device_type is not None:
+            precision.level.check_device(device_type)
     elif nan_policy is not None:
         raise ConfigError(
             f"nan_policy={nan_policy!r} with {type(precision).__name__}, which knows no policy; leave it out, or use an OptLevel"
         )
     return precision
+
+
+def precision_name(precision: Precision) -> str:
+    """Returns Lightning's name of a precision where it has one, else the precision's own."""
+    if isinstance(precision, TruePrecision):
+        return _TRUE_NAMES[precision.dtype]
+    return _LIGHTNINGS_NAMES.get(precision.name, precision.name)
 
 
 def _by_name(value: str | int) -> Precision:
@@ -54,8 +68,9 @@ def _register(names: Sequence[str], build: Callable[[], Precision]) -> None:
 _register(("O0", "32-true", "32"), Precision)
 _register(("O1", "16-mixed", "16"), lambda: OptLevel("O1"))
 _register(("O2",), lambda: OptLevel("O2"))
-_register(("O3", "16-true"), lambda: OptLevel("O3"))
+_register(("O3",), lambda: OptLevel("O3"))
+_register(("16-true",), lambda: TruePrecision(torch.float16))
 _register(("O4", "bf16-mixed", "bf16"), lambda: OptLevel("O4"))
 _register(("O5",), lambda: OptLevel("O5"))
-_register(("bf16-true",), lambda: OptLevel("O3", cast_model_type=torch.bfloat16))
-_register(("64-true", "64"), lambda: OptLevel("O3", cast_model_type=torch.float64))
+_register(("bf16-true",), lambda: TruePrecision(torch.bfloat16))
+_register(("64-true", "64"), lambda: TruePrecision(torch.float64))

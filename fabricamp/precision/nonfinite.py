@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from fabricamp.precision.loss_scaler import Overflow
 
-__all__ = ["NAN_POLICIES", "LossWatch", "described"]
-
 logger = logging.getLogger("fabricamp")
 
 NAN_POLICIES: Final = ("skip", "stop", "raise")

@@ -13,8 +13,6 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LEVELS", "Level", "resolve"]
-
 DEFAULT_FLOOR: Final = 2.0**-14
 """Where the dynamic scale stops falling, unless ``min_loss_scale`` says otherwise."""
 
@@ -34,11 +32,31 @@ class Level:
     scale_window: int = 2000
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
+    whole_step: bool = False
+    """Whether all of the user's step is in ``cast_model_type``, losses too; else it sees fp32 at the module's boundary."""
 
     @property
     def dynamic(self) -> bool:
         """Whether the loss scale moves."""
         return self.loss_scale == "dynamic"
+
+    def check_device(self, device_type: str) -> None:
+        """Raises :class:`ConfigError` where devices of ``device_type`` ("cpu" or "cuda") cannot compute at this level."""
+        dtype = self.autocast or self.cast_model_type
+        if self.autocast is not None and not torch.amp.is_autocast_available(device_type):
+            raise ConfigError(
+                f"precision {self.name!r} needs torch.autocast, which {device_type!r} lacks; use 'O0', 'O2' or 'O3'"
+            )
+        if dtype is torch.float64 and device_type == "mps":
+            raise ConfigError(f"precision {self.name!r} is set to float64, which {device_type!r} lacks; use 'O0'")
+        if (
+            dtype is torch.bfloat16
+            and device_type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            raise ConfigError(
+                f"precision {self.name!r} needs bfloat16, which {torch.cuda.get_device_name()} lacks; use 'O1' or 'O2' (fp16)"
+            )
 
 
 LEVELS: Final[Mapping[str, Level]] = {

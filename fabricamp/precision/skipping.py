@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["leave_fused", "may_skip", "run_unless_overflow"]
-
 logger = logging.getLogger("fabricamp")
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from fabricamp.errors import ConfigError
-from fabricamp.strategies.base import IN_PLACE, STRATEGIES, Environment, Gradients, Strategy
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError, without_address
+from fabricamp.gradients.flat import IN_PLACE, Gradients
+from fabricamp.not_offered import lightnings, missing
+from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.delayed_ddp import DelayedDDP
 from fabricamp.strategies.process_group import ProcessGroupStrategy
-from fabricamp.strategies.scripts import DistributedDataParallel, Reducer
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.ddp_strategy import DDPStrategy
+    from fabricamp.strategies.single_device import SingleDeviceStrategy
 
 __all__ = [
     "DDP",
     "IN_PLACE",
     "STRATEGIES",
+    "DDPStrategy",
     "DelayedDDP",
-    "DistributedDataParallel",
     "Environment",
     "Gradients",
     "ProcessGroupStrategy",
-    "Reducer",
+    "SingleDeviceStrategy",
     "Strategy",
     "strategy_from",
 ]
@@ -28,23 +37,52 @@ STRATEGIES.add("ddp", DDP)
 STRATEGIES.add("delayed_ddp", DelayedDDP)
 
 
+_LIGHTNINGS_FORM = re.compile(r"ddp(?:_(spawn|fork|notebook))?(?:_find_unused_parameters_(true|false))?")
+_LIGHTNINGS_NAMES = {
+    "DDPStrategy": "fabricamp.strategies.ddp_strategy",
+    "SingleDeviceStrategy": "fabricamp.strategies.single_device",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LIGHTNINGS_NAMES:
+        return getattr(importlib.import_module(_LIGHTNINGS_NAMES[name]), name)
+    raise missing(__name__, name, __all__)
+
+
 def strategy_from(value: object, world_size: int) -> Strategy:
     """Returns the strategy that ``Trainer(strategy=value)`` means in a run of ``world_size`` processes.
 
-    ``"auto"`` is ``"single"`` for one process and ``"ddp"`` for several.
+    ``"auto"`` is ``"single"`` for one process and ``"ddp"`` for several.  Lightning's longer names are taken too:
+    ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` say how processes are started, and
+    ``"ddp_find_unused_parameters_true"`` is an option of :class:`DDP`; both can be joined.
     """
     if isinstance(value, str):
         automatic = "ddp" if world_size > 1 else "single"
-        strategy = STRATEGIES.build(automatic if value == "auto" else value)
+        strategy = _lightnings_form(value) or STRATEGIES.build(automatic if value == "auto" else value)
     elif isinstance(value, Strategy):
         strategy = value
     else:
         hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, Strategy) else ""
         names = ", ".join(repr(name) for name in ["auto", *STRATEGIES.names()])
-        raise ConfigError(f"strategy={value!r} is neither a name ({names}) nor a Strategy object{hint}")
+        if words := lightnings(value):
+            raise ConfigError(f"strategy: {words}")
+        raise ConfigError(f"strategy={without_address(value)} is neither a name ({names}) nor a Strategy object{hint}")
     if world_size > 1 and not strategy.distributed:
         raise ConfigError(
             f"strategy={strategy.name!r} runs in one process, but devices and num_nodes ask for {world_size}; "
             "use strategy='ddp' (or 'auto'), or devices=1"
         )
+    return strategy
+
+
+def _lightnings_form(name: str) -> Strategy | None:
+    """The strategy of one of Lightning's names that stand for options; None for any other name."""
+    if name == "single_device":
+        return Strategy()
+    found = _LIGHTNINGS_FORM.fullmatch(name)
+    if found is None or name == "ddp":
+        return None
+    strategy = DDP(find_unused_parameters=found[2] == "true")
+    strategy.start_method = {"notebook": "fork"}.get(found[1], found[1])
     return strategy

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest
+from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
-    from torch._C._distributed_c10d import Store
     from torch.optim import Optimizer
 
-__all__ = ["IN_PLACE", "REDUCTIONS", "STRATEGIES", "Environment", "Gradients", "Strategy", "check_reduction"]
+    from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.torch_private import Store
 
 Value = TypeVar("Value")
 
@@ -40,32 +42,6 @@ class Environment:
     name: str = "single"
 
 
-class Gradients(NamedTuple):
-    """What the update reads.
-
-    ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) a parameter, in the order asked for.
-    ``divisor``: what the values still have to be divided by (the average that a strategy folds into the update).
-    ``present`` None: a parameter takes part where its tensor is not None; else one flag a parameter, in device memory.
-    ``complete``: this rank knows, without a look at the flags, that every parameter with a tensor takes part.
-    """
-
-    tensors: Sequence[Tensor | None] | None = None
-    divisor: float = 1.0
-    present: Tensor | None = None
-    complete: bool = False
-
-    def values(self) -> Sequence[Tensor | None]:
-        """Returns ``tensors``, None where a parameter takes no part; waits for the flags where this rank cannot know."""
-        assert self.tensors is not None
-        if self.present is None or self.complete:
-            return self.tensors
-        return [value if here else None for value, here in zip(self.tensors, self.present.tolist(), strict=True)]
-
-
-IN_PLACE = Gradients()
-"""Gradients that are ready where autograd left them."""
-
-
 class Strategy:
     """One process on one device; the base of the others, which override what differs between processes."""
 
@@ -77,6 +53,9 @@ class Strategy:
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
+
+    start_method: str | None = None
+    """How processes are started where the Trainer's ``start_method`` is "auto"; None for what fits."""
 
     def __init__(self) -> None:
         self.environment = Environment()
@@ -93,6 +72,36 @@ class Strategy:
         return self.environment.rank
 
     @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its node."""
+        return self.environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
+        return self.environment.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.environment.rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy's name."""
+        return self.name
+
+    @property
     def world_size(self) -> int:
         """The number of processes."""
         return self.environment.world_size
@@ -101,6 +110,7 @@ class Strategy:
         """Takes its place among the processes and makes ``device`` the current one."""
         self.environment = environment
         self.device = device
+        rank_zero_only.rank = environment.rank  # type: ignore[attr-defined]  # what lightning-utilities' functions look at
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -139,16 +149,13 @@ class Strategy:
     def resume_window(self) -> None:
         """Called where a resumed run goes on within a window: the next forward shares no more than it would have there."""
 
-    def reduce_gradients(
-        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> Gradients:
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Ends the exchange of a window's gradients and says where the update finds them.
 
-        Without arguments: those that the wrapped module's backward has exchanged on its way.  With ``parameters``:
-        their ``.grad``, left local by backward (manual optimization, and strategies that ask for them).  With
-        ``buffers``: these tensors instead, summed elsewhere (fp32 accumulation).
+        ``memory`` None: those that the wrapped module's backward has exchanged on its way.  Else those of its parameters, which
+        backward left local: its sums, or each ``.grad`` (manual optimization, and strategies that ask for them).
         """
-        return IN_PLACE if buffers is None else Gradients(tensors=buffers)
+        return IN_PLACE if memory is None else memory.local()
 
     def reduce_statistics(self, statistics: Tensor) -> None:
         """Sums gradient statistics over ranks that each hold a part of the gradients; nothing to do elsewhere."""
@@ -176,6 +183,38 @@ class Strategy:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
         return [value]
 
+    def on_rank_zero(self, action: Callable[[], Value]) -> Value:
+        """Runs ``action`` on rank 0 alone and returns its answer (anything that pickles) on every rank.
+
+        What it raises there is raised by every rank: an error of fabricamp's in its class and words, any other as a
+        :class:`DistributedError` that quotes it.  One process raises whatever it is.
+        """
+        if self.world_size == 1:
+            return action()
+        answer: Any = None
+        failure: FabricampError | None = None
+        if self.rank == 0:
+            try:
+                answer = action()
+            except FabricampError as error:
+                failure = error
+            except Exception as error:  # noqa: BLE001 - the others, who wait for the answer, have to learn of it
+                failure = DistributedError(f"rank 0 failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+        answer, told = self.broadcast((answer, failure and _portable(failure)))
+        if told is not None:
+            raise failure or told
+        return cast("Value", answer)
+
+    def agree(self, problem: FabricampError | None) -> None:
+        """Raises on every rank where one has a ``problem``: the first one's class, the words of all; every rank calls it."""
+        if self.world_size == 1:
+            found = [] if problem is None else [problem]
+        else:
+            found = [one for one in self.all_gather_object(problem and _portable(problem)) if one is not None]
+        if found:
+            raise type(found[0])("; ".join(dict.fromkeys(map(str, found)))) from problem
+
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's whole state dict, the same on every rank."""
         return module.state_dict()
@@ -185,6 +224,14 @@ class Strategy:
 
     def teardown(self) -> None:
         """Gives back what :meth:`setup_environment` took."""
+
+
+def _portable(error: FabricampError) -> FabricampError:
+    """``error`` in fabricamp's own class: that of a plugin or of the user may not pickle."""
+    family: type[FabricampError] = next(
+        one for one in type(error).__mro__ if one.__module__ == FabricampError.__module__
+    )
+    return family(str(error))
 
 
 def check_reduction(op: str, value: Tensor) -> None:

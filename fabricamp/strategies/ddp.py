@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import math
+import operator
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.strategies.base import IN_PLACE, Gradients
-from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange, elements_of
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["DDP", "AfterBroadcast"]
+    from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.strategies.ddp_strategy import DDPStrategy as DDPStrategy  # noqa: PLC0414 - for type checkers
 
+_OWN_DTYPE: Final = Transport()
+_MOST_LISTS: Final = 8
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -65,7 +70,7 @@ class DDP(ProcessGroupStrategy):
         self._wrapper: DistributedDataParallel | None = None
         self._trainable: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
-        self._exchange: Exchange | None = None
+        self._flats: dict[tuple[int, ...], FlatGradients] = {}
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
@@ -77,18 +82,18 @@ class DDP(ProcessGroupStrategy):
         # Once more: optimizers and hooks may have changed weights since, each rank its own.
         self.share_module(module)
         self._release()
-        self._exchange = Exchange(self.world_size, self.bucket_cap_mb or DEFAULT_BUCKET_MB)
         if automatic:
             return self._wrapped(_Forward(module, step))
         has_buffers = next(module.buffers(), None) is not None
-        return AfterBroadcast(step, module, self._exchange) if has_buffers and self.broadcast_buffers else step
+        exchange = Exchange(1, self.bucket_cap_mb or DEFAULT_BUCKET_MB)
+        return AfterBroadcast(step, module, exchange) if has_buffers and self.broadcast_buffers else step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what the loop calls from now on: a new wrapper where some were frozen or unfrozen, else ``step``."""
         if self._forward is None:
             return step
         changed = any(not parameter.requires_grad for parameter in self._trainable.values()) or self._unfrozen()
-        if not self.reduce(torch.tensor(bool(changed)), "max").item():
+        if not self.reduce(torch.tensor(bool(changed), dtype=torch.bool, device="cpu"), "max").item():
             return step
         forward = self._forward
         _check_trainable(forward.module)
@@ -109,27 +114,30 @@ class DDP(ProcessGroupStrategy):
         if self._wrapper is not None:
             self._wrapper.require_forward_param_sync = False
 
-    def reduce_gradients(
-        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> Gradients:
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Ends the exchange of a window's gradients and says where the update finds them.
 
         Raises :class:`DistributedError` before an update with gradients that were not exchanged: backward left
         parameters out, or frozen ones were unfrozen in the middle of an epoch.
         """
-        if buffers is not None:
-            return self._average_buffers(buffers)
-        if parameters is not None:
-            if self.world_size > 1:
-                self._exchanged().average_gradients(parameters)
-        elif self._wrapper is not None:
-            self._check_exchanged(self._wrapper)
+        if memory is None:
+            if self._wrapper is not None:
+                self._check_exchanged(self._wrapper)
+            return IN_PLACE
+        if memory.flat is not None and self._wrapper is not None:
+            # All forwards of the window ran under no_sync; torch would never broadcast the module's buffers again.
+            self._wrapper.require_forward_param_sync = True
+        if self.world_size == 1:
+            return memory.local()
+        if memory.flat is not None:
+            return memory.sum_over_ranks(_OWN_DTYPE, self.world_size)
+        flat = self._flat_of(memory.parameters)
+        flat.copy_back(flat.exchange())
         return IN_PLACE
 
     def teardown(self) -> None:
         """Takes torch's hooks off the module, and leaves the process group if :meth:`setup_environment` made it."""
         self._release()
-        self._exchange = None
         super().teardown()
 
     def _wrapped(self, forward: _Forward) -> DistributedDataParallel:
@@ -156,22 +164,25 @@ class DDP(ProcessGroupStrategy):
         """Takes the wrapper off: a second one on the same parameters must not find the first one's hooks."""
         if self._wrapper is not None:
             self._wrapper.reducer._remove_autograd_hooks()
+            # Whoever still holds the wrapper does not hold the process group then, which has to end with the run.
+            del self._wrapper.reducer, self._wrapper.logger, self._wrapper.process_group
         self._forward = None
         self._wrapper = None
         self._trainable = {}
         self._frozen = {}
+        self._flats.clear()
 
-    def _average_buffers(self, buffers: Sequence[Tensor]) -> Gradients:
-        if self.world_size > 1:
-            self._exchanged().average(buffers)
-        if self._wrapper is not None:
-            # All forwards of the window ran under no_sync; torch would never broadcast the module's buffers again.
-            self._wrapper.require_forward_param_sync = True
-        return Gradients(tensors=buffers)
-
-    def _exchanged(self) -> Exchange:
-        assert self._exchange is not None, "wrap_module comes first"
-        return self._exchange
+    def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
+        """The flat memory that these travel in; every one has its place, whatever is frozen in this step of the user's."""
+        key = tuple(map(id, parameters))
+        if key not in self._flats:
+            if len(self._flats) == _MOST_LISTS:
+                self._flats.clear()
+            size = elements_of(self.bucket_cap_mb or DEFAULT_BUCKET_MB)
+            self._flats[key] = FlatGradients(
+                parameters, _OWN_DTYPE, self.world_size, message_size=size, key=operator.neg, frozen=()
+            )
+        return self._flats[key]
 
     def _unfrozen(self) -> list[str]:
         return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -281,3 +292,9 @@ def _checked_hook(comm_hook: object) -> tuple[object, Callable[..., Any]]:
             "torch.distributed.algorithms.ddp_comm_hooks, or a pair (state, function)"
         )
     return state, hook
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DDPStrategy":  # Lightning's path to it
+        return getattr(importlib.import_module("fabricamp.strategies.ddp_strategy"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

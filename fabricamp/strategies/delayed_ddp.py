@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.strategies.base import IN_PLACE, Gradients
+from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients
 from fabricamp.strategies.ddp import AfterBroadcast
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.exchange_options import (
@@ -21,8 +20,7 @@ from fabricamp.strategies.exchange_options import (
     indices_of_triggers,
     marked,
 )
-from fabricamp.strategies.flat import FlatGradients
-from fabricamp.strategies.overlapped import Local, Overlap, lanes_for
+from fabricamp.strategies.overlapped import Local, Overlap, exchanges_statistics, lanes_for
 from fabricamp.strategies.presence import Differences, listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
@@ -33,9 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.strategies.overlapped import Lane
-
-__all__ = ["DelayedDDP"]
 
 _MOST_LISTS = 8
 
@@ -117,7 +114,6 @@ class DelayedDDP(ProcessGroupStrategy):
         self._order: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._flats: dict[tuple[int, ...], tuple[FlatGradients, Differences]] = {}
-        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         self._overlap: Overlap | None = None
         self._lanes: list[Lane] = []
         self._local = Local()
@@ -149,7 +145,12 @@ class DelayedDDP(ProcessGroupStrategy):
         if self.world_size == 1:
             return step
         if not self.delay_allreduce:
-            self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, self.device, module)
+            self._lanes = lanes_for(
+                self.num_allreduce_streams,
+                self.allreduce_communicators,
+                self.device,
+                default=not exchanges_statistics(module),
+            )
         if not self.broadcast_buffers or next(module.buffers(), None) is None:
             return step
         self._shared = module if automatic else None
@@ -160,7 +161,7 @@ class DelayedDDP(ProcessGroupStrategy):
         if self._module is None or self.world_size == 1:
             return step
         changed = _trainable(self._module) != self._trainable
-        if self.reduce(torch.tensor(changed), "max").item():
+        if self.reduce(torch.tensor(changed, dtype=torch.bool, device="cpu"), "max").item():
             self.check_same_module(self._module)
             self._take_module(self._module)
         return step
@@ -169,16 +170,17 @@ class DelayedDDP(ProcessGroupStrategy):
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return self._local
 
-    def reduce_gradients(
-        self, parameters: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> Gradients:
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Averages a window's gradients, or ends their exchange, and says where the update finds them.
 
-        Without arguments those of the whole module, into ``.grad``.
+        Without ``memory`` those of the whole module, into ``.grad``.
         """
         if self.world_size == 1:
-            return super().reduce_gradients(parameters, buffers)
-        gradients = self._average(parameters) if buffers is None else self._sum(buffers)
+            return super().reduce_gradients(memory)
+        if memory is not None and memory.flat is not None:
+            gradients = memory.sum_over_ranks(self.transport, self.world_size, update_divides=True)
+        else:
+            gradients = self._average(None if memory is None else memory.parameters)
         if (
             self._shared is not None
         ):  # behind the gradients, whose messages ranks may send at different moments of their backward
@@ -223,32 +225,6 @@ class DelayedDDP(ProcessGroupStrategy):
             self._overlap = Overlap(flat, self._lanes, self._local)
         return gradients
 
-    def _sum(self, buffers: Sequence[Tensor]) -> Gradients:
-        """Sums ``buffers`` over the ranks, in place; all are under way at once."""
-        dtypes = [self.transport.dtype_for(buffer.dtype) for buffer in buffers]
-        half = any(dtype.itemsize < 4 for dtype in dtypes)
-        factor, divisor = self.transport.factors(self.world_size, half=half)
-        if not half and self.transport.average:
-            factor, divisor = 1.0, float(self.world_size)  # no pass of its own: the update divides
-        travelling = []
-        for buffer, dtype in zip(buffers, dtypes, strict=True):
-            one = buffer if dtype == buffer.dtype else self._narrow(buffer, dtype)
-            if one is not buffer or factor != 1:
-                torch.mul(buffer, factor, out=one)
-            travelling.append((one, cast("dist.Work", dist.all_reduce(one, async_op=True))))
-        for buffer, (one, work) in zip(buffers, travelling, strict=True):
-            work.wait()
-            if one is not buffer:
-                buffer.copy_(one)
-        return Gradients(tensors=buffers, divisor=divisor)
-
-    def _narrow(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the memory that ``buffer`` travels in."""
-        known = self._narrowed.get(id(buffer))
-        if known is None or known[0] is not buffer:
-            known = self._narrowed[id(buffer)] = buffer, torch.empty_like(buffer, dtype=dtype)
-        return known[1]
-
     def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, Differences]:
         key = tuple(map(id, parameters))
         known = self._flats.get(key)
@@ -291,7 +267,6 @@ class DelayedDDP(ProcessGroupStrategy):
             self._overlap.detach()
         self._overlap = None
         self._flats.clear()
-        self._narrowed.clear()
 
     def _release(self) -> None:
         self._drop_flats()

@@ -1,4 +1,4 @@
-"""The options of the delayed exchange, checked; what the strategy and the class for scripts share."""
+"""The options of the delayed exchange, checked; what the strategy shares with apex's wrapper."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.strategies.flat import Transport
+from fabricamp.gradients.flat import Transport
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-__all__ = [
-    "checked_communicators",
-    "checked_count",
-    "checked_switch",
-    "checked_transport",
-    "checked_triggers",
-    "indices_of_triggers",
-    "marked",
-]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Mapping
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -19,14 +17,11 @@ from fabricamp.nn import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.utils.hooks import RemovableHandle
 
-    from fabricamp.strategies.base import Gradients
-    from fabricamp.strategies.flat import FlatGradients, Message
-
-__all__ = ["Lane", "Local", "Overlap", "lanes_for", "on_backward", "tensors_in"]
+    from fabricamp.gradients.flat import FlatGradients, Gradients, Message
 
 _grad: Final = operator.attrgetter("grad")
 _MOST_GROUPS: Final = 8
@@ -43,25 +38,28 @@ def lanes_for(
     count: int,
     communicators: tuple[Sequence[Any], Sequence[Any]] | None,
     device: torch.device,
-    module: nn.Module,
     *,
-    alone: bool = True,
+    default: bool,
 ) -> list[Lane]:
     """Returns ``count`` lanes of ``communicators`` (groups, streams), or of their own; every rank calls it.
 
-    The default group is the first one's where nothing else uses it in backward.  Layers of ``module`` that exchange statistics do,
-    and so do other wrapped modules where this is not the one ``alone``: ranks whose backwards reach different parameters send
-    messages at different moments of it, and one's message would meet another's statistics, or a message of another module.
+    ``default`` lets the first one have the default group: where nothing else uses that in backward, such as layers that exchange
+    statistics, or another module's messages.  Ranks whose backwards reach different parameters send messages at different moments
+    of it, and one's message would meet another's statistics.
     """
     if communicators is not None:
         groups, streams = communicators
         return [Lane(group, stream) for group, stream in zip(groups, streams, strict=True)]
     cuda = device.type == "cuda"
-    shared = alone and not any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules())
     return [
-        Lane(None if shared and not number else _groups.lend(device), torch.cuda.Stream(device) if cuda else None)
+        Lane(None if default and not number else _groups.lend(device), torch.cuda.Stream(device) if cuda else None)
         for number in range(count)
     ]
+
+
+def exchanges_statistics(module: nn.Module) -> bool:
+    """Returns whether layers of ``module`` use the default group in backward."""
+    return any(isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in module.modules())
 
 
 class _Groups:
@@ -77,8 +75,10 @@ class _Groups:
         world = dist.group.WORLD
         assert world is not None, "init_process_group comes first"
         if self._world is None or self._world() is not world:
-            self._world, self._lent = weakref.ref(world), 0
-            self._groups.clear()
+            groups: list[dist.ProcessGroup] = []
+            # Their threads end with the groups, which have to be gone before the interpreter is.
+            self._world, self._lent = weakref.ref(world, lambda _: groups.clear()), 0
+            self._groups = groups
         if len(self._groups) < _MOST_GROUPS:
             self._groups.append(cast("dist.ProcessGroup", dist.new_group(timeout=timeout_of(world, device))))
         self._lent += 1
@@ -230,29 +230,3 @@ class Overlap:
                         "hook, or a second backward before the exchange has ended; exchange after backward instead "
                         "(delay_allreduce=True, without message_size and triggers)"
                     )
-
-
-def on_backward(output: Any, run: Callable[[], None]) -> bool:
-    """Lets ``run`` be called as a backward through ``output`` begins; returns whether a tensor was found in it for that."""
-    found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-
-    def hook(_: Tensor) -> None:
-        run()
-
-    for tensor in found:
-        tensor.register_hook(hook)
-    return bool(found)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples, mappings and data classes."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)

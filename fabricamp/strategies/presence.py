@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Differences", "listed"]
-
 logger = logging.getLogger("fabricamp")
 
 _NAMED_AT_MOST = 8
@@ -51,7 +49,7 @@ class Differences:
             if self._times % _LOOK_EVERY:
                 return
             event = torch.cuda.Event()
-            host = torch.empty(present.shape, dtype=present.dtype, pin_memory=True)
+            host = torch.empty(present.shape, dtype=present.dtype, device="cpu", pin_memory=True)
             host.copy_(present, non_blocking=True)
             event.record()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import itertools
 import math
 import os
@@ -13,18 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import Environment, Strategy, check_reduction
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.torch_private import HashStore, PrefixStore, Store, default_store
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ProcessGroupStrategy"]
 
 Value = TypeVar("Value")
 
@@ -78,6 +77,8 @@ class ProcessGroupStrategy(Strategy):
         if dist.is_initialized():
             self._take_group(environment)
             return
+        # Its functions have the group as a default value, which they would hold for ever where torch imports it later by itself.
+        importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = self._meet(environment)
         dist.init_process_group(
@@ -91,7 +92,11 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = True
 
     def teardown(self) -> None:
-        """Leaves the process group if :meth:`setup_environment` made it."""
+        """Leaves the process group if :meth:`setup_environment` made it.
+
+        Nobody may hold the group beyond this.  Gloo's threads let go of a tensor shortly after its exchange, for which they need
+        Python's lock; one that asks for it while the interpreter ends aborts the process.  They end with the group.
+        """
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -188,7 +193,7 @@ class ProcessGroupStrategy(Strategy):
                 f"{environment.rank} of {environment.world_size}; destroy that process group first, or ask for as many "
                 "devices"
             )
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._owns_group = False
 
     def _meet(self, environment: Environment) -> Store:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fabricamp.watchdog.signals import interrupts
+from fabricamp.watchdog.requests import LoopRequests
+from fabricamp.watchdog.signals import exit_code, ignore_at_exit, interrupts
 from fabricamp.watchdog.stop import StopAgreement
 from fabricamp.watchdog.watch import Watchdog
 
-__all__ = ["StopAgreement", "Watchdog", "interrupts"]
+__all__ = ["LoopRequests", "StopAgreement", "Watchdog", "exit_code", "ignore_at_exit", "interrupts"]

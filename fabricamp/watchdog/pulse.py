@@ -13,15 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabricamp.state import NOT_VALIDATING, Scope, Stage
+from fabricamp.state import NOT_VALIDATING, RunningStage, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
     from fabricamp.state import RunState
-
-__all__ = ["Pulse", "PulseTaker", "Verdict", "judge"]
 
 # What the main thread does; most suspicious first.
 _DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING = "data", "elsewhere", "saving", "ended", "waiting"
@@ -44,6 +42,8 @@ _WORDS = {
     _ENDED: "at the end of its run",
     _WAITING: "waiting for the other ranks",
 }
+# Letters of /proc/<pid>/stat.  A dead process is a zombie until its parent looks.
+_DEAD, _STOPPED = ("Z", "X"), ("T", "t")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,9 @@ class Pulse:
     """Seconds since its main thread came further."""
     place: str
     """Stage, epoch, step and batch in words."""
+    epoch: int
+    batch: int
+    """Micro-batches done in the epoch."""
     doing: str
     where: str
     """The machine, and the part of it in which ``pid`` has a meaning."""
@@ -100,9 +103,16 @@ class Pulse:
         """Whether it is certain that its process has died: it ran beside this one, and did not come to its end."""
         return not self.ended and self.where == _where() and not _lives(self.pid)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it is certain that its process stands still because somebody stopped it."""
+        return not self.ended and self.where == _where() and _status(self.pid) in _STOPPED
+
     def _why_silent(self) -> str:
         if self.gone:
             return "its process is gone"
+        if self.stopped:
+            return "its process is stopped: by SIGSTOP, Ctrl-Z or a debugger"
         return "its process is gone, its machine cannot be reached, or something holds its interpreter's lock"
 
 
@@ -125,7 +135,7 @@ class PulseTaker:
         """Seconds since the counters moved."""
         state = self._state
         counters = (state.epoch, state.global_step, state.batch_idx, state.batches_done, state.evaluated)
-        mark = (state.stage, state.scope, *counters)
+        mark = (state.fn, state.stage, state.scope, *counters)
         if mark != self._mark:
             self._mark, self._since = mark, now
         return now - self._since
@@ -140,6 +150,8 @@ class PulseTaker:
             beat=self._beat,
             idle=idle,
             place=place(self._state),
+            epoch=self._state.epoch,
+            batch=self._state.batch_idx,
             doing=_ENDED if ended else _doing(frame),
             where=self._where,
             pid=os.getpid(),
@@ -148,7 +160,7 @@ class PulseTaker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """Who holds up the run, who is to say so before it exits, and the words."""
 
     rank: int
@@ -157,7 +169,7 @@ class Verdict:
     stack: str
 
 
-def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Verdict | None:
+def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Diagnosis | None:
     """Returns who holds up a run in which no rank has come further for ``seconds``; None where nobody waits for anybody.
 
     ``silent`` are the ranks whose beat stands still.  A rank that is alone with its work after the others have ended holds up
@@ -184,14 +196,15 @@ def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Verdict 
     )
     shown = [one for one in (culprit, *talking) if one.stack]
     stacks = {one.rank: f"stack of rank {one.rank}:\n{one.stack}" for one in shown[:4]}
-    return Verdict(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
+    return Diagnosis(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
 
 
 def place(state: RunState) -> str:
     """Where the loop is, in words."""
-    if state.stage is Stage.IDLE:
+    if state.fn is None or state.stage is None:
         return "outside fit, validate, test and predict"
-    where = f"in {state.stage.value} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
+    name = state.stage if state.stage is RunningStage.SANITY_CHECKING else state.fn
+    where = f"in {name} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
     if state.evaluated != NOT_VALIDATING:
         return f"{where}in validation batch {state.evaluated}"
     return where + ("before, between or after epochs" if state.scope is Scope.NOWHERE else state.scope.value)
@@ -236,12 +249,12 @@ def _lives(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return not _is_zombie(pid)
+    return _status(pid) not in _DEAD
 
 
-def _is_zombie(pid: int) -> bool:
-    """Whether the process is dead, and its parent has not looked yet."""
+def _status(pid: int) -> str:
+    """What Linux says a process does, in one letter; nothing elsewhere."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""

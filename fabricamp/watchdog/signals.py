@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
     from fabricamp.watchdog.stop import StopAgreement
 
-__all__ = ["interrupts"]
-
 _in_run = False
 _children_leave = False
 
@@ -23,6 +22,9 @@ _children_leave = False
 @contextlib.contextmanager
 def interrupts(agreement: StopAgreement) -> Iterator[None]:
     """Within it signals ask to stop: the first Ctrl-C (the second raises KeyboardInterrupt at once), SIGTERM, SIGUSR1 in SLURM.
+
+    As long as the agreement is ``opening`` each of them raises KeyboardInterrupt: a download or an import has no other place to
+    stop at.  The handlers that were there before are given back in any case.
 
     Does nothing outside the main thread; leaves a signal alone that is ignored (a job in the background of a shell), and
     SIGTERM and SIGUSR1 where somebody handles them already.  Enter it before data loaders start their workers: those that are
@@ -36,16 +38,49 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in handlers}
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    agreement.handled = {one: "interrupted" if one == signal.SIGINT else signal.Signals(one).name for one in handlers}
     _leave_group_after_fork()
     outer, _in_run = _in_run, True
     try:
-        yield
+        with _heard_at_once(agreement):
+            yield
     finally:
         _in_run = outer
-        # A rank that has saved exits; the starter, which sees that, must not cut the others short with a second SIGTERM.
-        leaving = agreement.reason in ("SIGTERM", "SIGUSR1")
         for number, previous in before.items():
-            signal.signal(number, signal.SIG_IGN if leaving and number != signal.SIGINT else previous)
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def _heard_at_once(agreement: StopAgreement) -> Iterator[None]:
+    """Lets the thread beside the main one hear of a signal while that is in compiled code, where no handler is called."""
+    if not agreement.shared:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    agreement.ears = reader
+    try:
+        yield
+    finally:
+        agreement.ears = None
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+def exit_code(reason: str) -> int:
+    """What a process ends with that was interrupted: as a shell counts, SIGUSR1 as SIGTERM."""
+    return 128 + (signal.SIGINT if reason == "interrupted" else signal.SIGTERM)
+
+
+def ignore_at_exit() -> None:
+    """Lets the process come to its end undisturbed: a starter that sees the first rank exit sends the others a second SIGTERM."""
+    for name in ("SIGTERM", "SIGUSR1"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 def _handlers(agreement: StopAgreement) -> dict[int, _Handler]:
@@ -69,11 +104,21 @@ def _on_interrupt(agreement: StopAgreement) -> _Handler:
         if os.getpid() != owner:
             return
         seen += 1
-        if seen > 1:
+        if seen > 1 and (agreement.leaving or not agreement.abandoned):
             raise KeyboardInterrupt
-        agreement.request("interrupted")
+        _ask(agreement, "interrupted")
 
     return handle
+
+
+def _ask(agreement: StopAgreement, name: str) -> None:
+    if not agreement.abandoned:
+        agreement.request(name)
+    if agreement.opening:
+        agreement.abandon()
+    if agreement.abandoned and not agreement.leaving:
+        agreement.leaving = True
+        raise KeyboardInterrupt(agreement.reason)
 
 
 def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
@@ -81,7 +126,7 @@ def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == owner:
-            agreement.request(name)
+            _ask(agreement, name)
         elif name == "SIGTERM":
             # A forked child is ended by it as if nobody handled it.
             signal.signal(number, signal.SIG_DFL)
@@ -101,6 +146,7 @@ def _leave_group_after_fork() -> None:
 def _leave_group() -> None:
     if _in_run:
         os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)  # its signals are not its parent's
 
 
 if TYPE_CHECKING:

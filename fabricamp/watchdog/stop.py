@@ -1,8 +1,11 @@
-"""Ends a run on every rank at the same place, whichever rank asks: promises instead of a collective."""
+"""Cuts a run on every rank at the same place, whichever rank gets the signal: promises instead of a collective."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
+import signal
 import sys
 import threading
 import time
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
-__all__ = ["ANSWER_SECONDS", "StopAgreement"]
-
 ANSWER_SECONDS = 10.0
 """A rank whose thread has not answered a request for so long is gone: it need not wait for its main thread."""
 
@@ -29,9 +30,12 @@ _REQUEST = "request"
 _Place = tuple[int, int]
 """Micro-batches done, and batches done of the validation that follows them (``NOT_VALIDATING`` once that is over)."""
 
+_NOWHERE: _Place = (-1, 0)
+"""What a rank that has not come to its first batch promises: there is nothing to save, and nobody needs to wait for it."""
+
 
 class StopAgreement:
-    """Ends a run on every rank after the same micro-batch or validation batch, wherever the ranks are when one asks.
+    """Cuts a run on every rank after the same micro-batch or validation batch, wherever the ranks are when one gets a signal.
 
     The main thread pays one comparison per micro-batch::
 
@@ -44,6 +48,10 @@ class StopAgreement:
     the largest promise is where all stop.  No rank is past it then, no collective is needed, and a rank that waits for data or
     validates promises at once.  A rank that ends promises the place where it ended, so that nobody waits for it.
 
+    Before the first batch there is nothing to save: ``opening`` tells the handlers of signals to end the run at once, on all
+    ranks (``abandoned``).  Behind the last place to stop at a request is noted, and heeded by whoever ends the run
+    (:meth:`came_late`, ``asked``).
+
     Args:
         state: the run's counters.
         strategy: says how many ranks there are.
@@ -54,11 +62,22 @@ class StopAgreement:
         self._state = state
         self._strategy = strategy
         self._timeout = timeout
-        self._asked = ""
         self._stop_at: _Place | None = None
         self._published = False
         self._store: Store | None = None
         self._settled = threading.Event()
+        self.asked = ""
+        """The signal that this rank got, heeded yet or not."""
+        self.opening = True
+        """Whether the first batch is still to come."""
+        self.abandoned = False
+        """Whether the run ends at once, with nothing to save."""
+        self.leaving = False
+        """Whether the main thread knows of that."""
+        self.handled: dict[int, str] = {}
+        """The signals whose handlers ask here, and the reasons that they give."""
+        self.ears: int | None = None
+        """Where the numbers of signals can be read as soon as they come."""
         self.reason = ""
         """Why all stop, once this rank has learned of it."""
         self.learned_at = sys.float_info.max
@@ -67,47 +86,78 @@ class StopAgreement:
         """Why the store cannot be reached any more."""
 
     @property
+    def shared(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self._strategy.world_size > 1
+
+    @property
     def settled(self) -> bool:
         """Whether it is known where all stop."""
         return self._settled.is_set()
 
     def request(self, reason: str) -> None:
         """Asks all ranks to stop; from any rank, any thread or a signal handler: it only sets plain attributes."""
-        if self._asked:
+        if self.asked:
             return
-        self._asked = reason
+        self.asked = reason
         if self._strategy.world_size == 1:
             # Nobody to agree with: at the next comparison.
             self.reason = reason
-            self._state.hold_at = 0
-            self._state.hold_evaluated = 0 if reason in INTERRUPTIONS else sys.maxsize
+            self._state.hold_at = self._state.hold_evaluated = 0
+
+    def abandon(self) -> None:
+        """Ends the run at once, for want of anything to save: where a signal finds this rank ``opening``."""
+        self.reason = self.reason or self.asked
+        self.abandoned = True
+
+    def tell_main_thread(self) -> None:
+        """Raises in the main thread what a signal there would have; for the thread beside it."""
+        if self.handled and not self.leaving:
+            _thread.interrupt_main(signal.Signals(next(iter(self.handled))))
+
+    def begin(self) -> None:
+        """From here on there are places to stop at."""
+        self.opening = False
 
     def hold(self) -> bool:
         """Called by the main thread where it promised to: learns where all stop; stops and returns True if that is here."""
         if self._strategy.world_size > 1:
-            if not self._settled.wait(self._timeout) or self._stop_at is None:
+            self.wait_for_answers()
+            if self.abandoned:
+                raise KeyboardInterrupt(self.reason)
+            if self._stop_at is None:
                 raise DistributedError(self.who_is_missing())
             if self._here() < self._stop_at:
                 self._state.hold_at, self._state.hold_evaluated = self._stop_at
                 return False
         self.forget()
-        self._state.stop(self.reason)
+        self._state.interrupt(self.reason)
         return True
+
+    def wait_for_answers(self) -> None:
+        """Waits until every rank has answered the request, or could have."""
+        if self._strategy.world_size > 1:
+            self._settled.wait(self._timeout)
 
     def forget(self) -> None:
         """Nobody holds any more."""
         self._state.hold_at = self._state.hold_evaluated = sys.maxsize
 
     def ended_early(self, *, here: bool) -> bool:
-        """Whether any rank stopped in the evaluation that ends now; every rank says whether it did (one small collective)."""
-        if self._strategy.world_size == 1:
-            return here
-        anywhere = bool(self._strategy.reduce(torch.tensor(here), "max").item())
-        if anywhere and not here:
+        """Whether any rank was cut in what ends now; every rank says whether it was (one small collective), and then all are."""
+        reason = self._state.interruption or self.reason or self.asked
+        number = 1 + INTERRUPTIONS.index(reason) if here else 0
+        if self._strategy.world_size > 1:
             # A rank that had no batch left may not have come to the place where the others stopped.
+            number = int(self._strategy.reduce(torch.tensor(number, dtype=torch.int64, device="cpu"), "max").item())
+        if number and not self._state.interrupted:
             self.forget()
-            self._state.stop(self.reason or self._asked or INTERRUPTIONS[0])
-        return anywhere
+            self._state.interrupt(INTERRUPTIONS[number - 1])
+        return number > 0
+
+    def came_late(self) -> bool:
+        """Whether a signal came to any rank behind its last place to stop at; every rank asks, and then all are cut."""
+        return self.ended_early(here=self._state.interrupted or bool(self.asked))
 
     # -- for the thread beside the main one --------------------------------------------------------------------------------------
 
@@ -116,18 +166,30 @@ class StopAgreement:
         if self._settled.is_set():
             return
         self._store = store
+        self._hear()
         if not self._published:
-            if self._asked:
-                store.compare_set(_REQUEST, "", self._asked)
+            if self.asked:
+                store.compare_set(_REQUEST, "", self.asked)
             if not store.check([_REQUEST]):
                 return
             self.reason = store.get(_REQUEST).decode()
             self.learned_at = time.monotonic()
-            self._publish(store, self._promise())
+            if self.opening:
+                self.abandon()
+            self._publish(store, _NOWHERE if self.abandoned else self._promise())
         keys = [_promise_key(rank) for rank in range(self._strategy.world_size)]
         if store.check(keys):
-            self._stop_at = max(_parsed(value) for value in store.multi_get(keys))
+            places = [_parsed(value) for value in store.multi_get(keys)]
+            self._stop_at = max(places)
+            self.abandoned = self.abandoned or _NOWHERE in places
             self._settled.set()
+
+    def _hear(self) -> None:
+        """Takes note of a signal whose handler has to wait until the main thread is back from compiled code."""
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self.ears, 64) if self.ears is not None else b"":
+                if number in self.handled and not self.abandoned:
+                    self.request(self.handled[number])
 
     def leave(self, store: Store) -> None:
         """Promises the place where this rank has ended, if it has not promised another."""
@@ -146,7 +208,7 @@ class StopAgreement:
             missing = ", ".join(map(str, self.missing(self._store)))
             why = f": no answer from rank {missing} within {self._timeout:g} s"
         return (
-            f"rank {self._strategy.rank} was asked to stop ({self.reason or self._asked}) and waited at micro-batch "
+            f"rank {self._strategy.rank} was asked to stop ({self.reason or self.asked}) and waited at micro-batch "
             f"{self._state.batches_done} for the ranks to agree where{why}; see what ended or blocks them"
         )
 
@@ -177,12 +239,9 @@ class StopAgreement:
                 return promise
 
     def _next_place(self) -> _Place:
-        """The first place behind this one; but what ends training by itself lets a validation come to its end."""
+        """The first place behind this one."""
         batches, evaluated = self._here()
-        validating = evaluated != NOT_VALIDATING
-        if self.reason not in INTERRUPTIONS:
-            return (batches if validating else batches + 1), NOT_VALIDATING
-        return (batches, evaluated + 1) if validating else (batches + 1, 1)
+        return (batches, evaluated + 1) if evaluated != NOT_VALIDATING else (batches + 1, 1)
 
     def _publish(self, store: Store, place: _Place) -> None:
         self._published = True

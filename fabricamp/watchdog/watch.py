@@ -15,19 +15,26 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from torch.distributed import DistNetworkError
+
+from fabricamp.errors import DistributedError
 from fabricamp.launch import record_end
-from fabricamp.watchdog.pulse import Pulse, PulseTaker, Verdict, judge, place
+from fabricamp.torch_private import PrefixStore, default_store
+from fabricamp.watchdog.pulse import Diagnosis, Pulse, PulseTaker, judge, place
+from fabricamp.watchdog.requests import LoopRequests
+from fabricamp.watchdog.signals import exit_code
 from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from collections.abc import Sequence
 
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
-
-__all__ = ["Watchdog", "patience"]
+    from fabricamp.torch_private import Store
 
 _POLL_SECONDS = 0.1
+_SHORTEST_SECONDS = 0.0005
+_URGENT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _BEAT_SECONDS = (0.2, 5.0)
 # How long a main thread whose run cannot go on may take to end by itself, with hooks, files and traceback.
@@ -35,7 +42,12 @@ _GRACE_SECONDS = 5.0
 # What the rank that reports needs before others end and its starter ends it too.
 _REPORT_SECONDS = 1.0
 
-_FAILURE, _VERDICT = "failure", "verdict"
+# A rank that has not come further for so long in a batch that another one does not have waits for that one.
+_STUCK_SECONDS = 5.0
+# How long a rank that lost a peer looks for who it was.
+_GONE_SECONDS = 0.5
+
+_FAILURE, _DIAGNOSIS = "failure", "diagnosis"
 
 
 def patience(timeout: float) -> float:
@@ -47,9 +59,9 @@ class Watchdog:
     """Watches over a run of several processes from a thread in each; with one process there is nothing to do.
 
     The thread looks into the process group's store ten times a second, where any rank may have asked to stop
-    (:class:`StopAgreement`), and says now and then where its main thread is.  It ends the process, by force where the main
-    thread does not come to it within seconds, if another rank has failed or is gone, or if no rank has come further for
-    almost the strategy's ``timeout``; then it says which rank holds up the others, and where.
+    (:class:`StopAgreement`, :class:`LoopRequests`), and says now and then where its main thread is.  It ends the process, by
+    force where the main thread does not come to it within seconds, if another rank has failed or is gone, or if no rank has come
+    further for almost the strategy's ``timeout``; then it says which rank holds up the others, and where.
 
     Args:
         state: the run's counters.
@@ -58,6 +70,7 @@ class Watchdog:
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         self.agreement = StopAgreement(state, strategy)
+        self.requests = LoopRequests(state, strategy)
         self._state = state
         self._strategy = strategy
         self._patience = patience(strategy.timeout.total_seconds())
@@ -66,6 +79,7 @@ class Watchdog:
         self._heard: dict[int, tuple[int, float]] = {}
         self._failure = ""
         self._told = False
+        self._abandoned_at = sys.float_info.max
         self._closing = threading.Event()
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
@@ -82,9 +96,70 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
         self._thread.start()
 
-    def fail(self, error: BaseException) -> None:
-        """Lets the other ranks know that this one has failed."""
+    def fail(self, error: BaseException) -> list[int]:
+        """Lets the other ranks know that this one has failed; returns those that failed or were gone before, and notes it."""
+        before = self._before(error) if self._store is not None else {}
+        if before:
+            error.add_note("before that: " + "; ".join(before.values()))
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+        return list(before)
+
+    def meet_at_end_of_data(self, batches: int) -> None:
+        """Returns once every rank has run the last batch of the epoch: before anything else is exchanged.
+
+        Raises :class:`DistributedError` where another rank stands in a batch that this one does not have: it would wait there for
+        ever, or exchange its gradients with what this rank exchanges next.
+        """
+        if self._store is None:
+            return
+        key = f"end of data/{self._state.epoch}"
+        with contextlib.suppress(DistNetworkError):  # the store went with its process: then the exchanges will tell
+            if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
+                self._store.set(f"{key}/all", "")
+            pause = _SHORTEST_SECONDS
+            while not self._store.check([f"{key}/all"]):
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS)
+                if pause == _POLL_SECONDS:
+                    self._check_even(self._store, batches)
+
+    def _check_even(self, store: Store, batches: int) -> None:
+        pulses = self._pulses(store)
+        ahead = [
+            pulse
+            for pulse in pulses
+            if pulse.epoch == self._state.epoch and pulse.batch >= batches and pulse.idle >= _STUCK_SECONDS
+        ]
+        if ahead:
+            others = ", ".join(str(pulse.rank) for pulse in ahead)
+            places = "".join(f"\n  rank {pulse.rank}: {pulse.place}" for pulse in pulses)
+            raise DistributedError(
+                f"rank {self._strategy.rank} has come to the end of its loader after {batches} batches of epoch "
+                f"{self._state.epoch}, and rank {others} has more and waits in the next one:{places}\nevery rank needs as many "
+                "batches: deal the samples out evenly (torch's DistributedSampler; in an IterableDataset by rank and world_size), "
+                f"or give limit_train_batches={batches}"
+            )
+
+    def _pulses(self, store: Store) -> list[Pulse]:
+        keys = [_pulse_key(rank) for rank in range(self._strategy.world_size)]
+        return [Pulse.decode(text) for text in store.multi_get(keys)] if store.check(keys) else []
+
+    def _before(self, error: BaseException) -> dict[int, str]:
+        """What other ranks ended by, where ``error`` may come of it; a process needs a moment to be gone."""
+        deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):  # the store may be gone too
+            while time.monotonic() < deadline:
+                if self._store.check([_FAILURE]):
+                    first = json.loads(self._store.get(_FAILURE))
+                    return {first["rank"]: f"rank {first['rank']} failed {first['place']}: {first['what']}"}
+                gone = [pulse for pulse in self._pulses(self._store) if pulse.gone]
+                if gone:
+                    return {
+                        pulse.rank: f"the process of rank {pulse.rank} ended, last seen {pulse.place}" for pulse in gone
+                    }
+                time.sleep(_POLL_SECONDS)
+        return {}
 
     def close(self) -> None:
         """Ends the watch; waits for no other rank."""
@@ -99,20 +174,26 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._store is not None
         try:
-            while not self._closing.wait(_POLL_SECONDS):
+            while not self._closing.wait(_URGENT_SECONDS if self.requests.urgent else _POLL_SECONDS):
                 self._look(self._store)
             self._tell(self._store)
             self.agreement.leave(self._store)
+            self.requests.leave(self._store)
             self._publish(self._store, self._taker.take(time.monotonic(), stack=False, ended=True))
         except RuntimeError as error:
             # The store went with the process that owns it.  A run that ends does not need it; who holds must learn of it.
             self.agreement.lose(str(error))
+            self.requests.lose(str(error))
             self._go_on_without_store()
 
     def _look(self, store: Store) -> None:
         self.agreement.look(store)
+        self.requests.look(store)
         self._tell(store)
         now = time.monotonic()
+        if self.agreement.abandoned:
+            self._leave(now)
+            return
         if now < self._next_beat:
             return
         self._next_beat = now + self._beat_seconds
@@ -142,7 +223,7 @@ class Watchdog:
         if not store.check([_FAILURE]):
             return
         failure = json.loads(store.get(_FAILURE))
-        self._give_up(f"rank {failure['rank']} failed {failure['place']}: {failure['what']}")
+        self._give_up(f"rank {failure['rank']} failed {failure['place']}: {failure['what']}", before=[failure["rank"]])
 
     def _end_failed(self, idle: float) -> None:
         """Ends this process where what it does after its own failure takes too long: a hook that waits for the other ranks."""
@@ -170,7 +251,7 @@ class Watchdog:
         dead = {pulse.rank for pulse in map(Pulse.decode, store.multi_get(keys)) if pulse.gone}
         for pulse in map(Pulse.decode, store.multi_get(keys) if dead else []):
             if pulse.rank in dead and not pulse.ended:
-                self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}")
+                self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}", before=[pulse.rank])
 
     def _listen(self, store: Store, now: float, *, complete: bool) -> None:
         """Reads how the others are; with ``complete``, after all the patience, ends the run if they stand still too."""
@@ -186,9 +267,9 @@ class Watchdog:
             pulse.ended or pulse.rank in silent or pulse.idle + 2 * self._beat_seconds >= self._patience
             for pulse in pulses
         )
-        verdict = judge(pulses, silent, self._patience) if complete and standing else None
-        if verdict is not None:
-            self._conclude(store, verdict)
+        diagnosis = judge(pulses, silent, self._patience) if complete and standing else None
+        if diagnosis is not None:
+            self._conclude(store, diagnosis)
 
     @property
     def _deaf_seconds(self) -> float:
@@ -198,19 +279,33 @@ class Watchdog:
     def _silence(self, pulse: Pulse, now: float) -> float:
         return now - self._heard[pulse.rank][1]
 
-    def _conclude(self, store: Store, verdict: Verdict) -> None:
-        """Ends the process by the verdict that the first rank came to."""
-        store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
-        verdict = Verdict(**json.loads(store.get(_VERDICT)))
-        if verdict.reporter == self._strategy.rank:
-            record_end(f"DistributedError: {verdict.text}", verdict.stack)
+    def _conclude(self, store: Store, diagnosis: Diagnosis) -> None:
+        """Ends the process by the diagnosis that the first rank came to."""
+        store.compare_set(_DIAGNOSIS, "", json.dumps(asdict(diagnosis)))
+        diagnosis = Diagnosis(**json.loads(store.get(_DIAGNOSIS)))
+        if diagnosis.reporter == self._strategy.rank:
+            stopped = [pulse for pulse in self._pulses(store) if pulse.stopped]
+            record_end(f"DistributedError: {diagnosis.text}", diagnosis.stack, killed=[pulse.rank for pulse in stopped])
+            for pulse in stopped:
+                # It would not heed its starter's SIGTERM, who would wait for it.
+                os.kill(pulse.pid, signal.SIGKILL)
             _exit(1)
         time.sleep(_REPORT_SECONDS)
         _exit(128 + signal.SIGTERM)
 
+    def _leave(self, now: float) -> None:
+        """Ends this process, which was interrupted before its first batch: by force where the main thread does not come to it."""
+        if self._abandoned_at > now:
+            self._abandoned_at = now
+            self.agreement.tell_main_thread()
+        if now > self._abandoned_at + _GRACE_SECONDS:
+            _exit(exit_code(self.agreement.reason))
+
     def _go_on_without_store(self) -> None:
         """Watches this rank alone, until it ends."""
         while not self._closing.wait(_POLL_SECONDS):
+            if self.agreement.abandoned:
+                self._leave(time.monotonic())
             idle = self._taker.idle(time.monotonic())
             if idle >= self._patience:
                 pulse = self._taker.take(time.monotonic(), stack=True)
@@ -219,8 +314,8 @@ class Watchdog:
                     f"{idle:.0f} s", pulse.stack,
                 )  # fmt: skip
 
-    def _give_up(self, why: str, stack: str = "") -> None:
-        """Ends this process, whose run cannot go on, unless its main thread is about to."""
+    def _give_up(self, why: str, stack: str = "", before: Sequence[int] = ()) -> None:
+        """Ends this process, whose run cannot go on, unless its main thread is about to; ``before`` are the ranks that ended it."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline and not self._closing.wait(_POLL_SECONDS):
             pass
@@ -228,7 +323,7 @@ class Watchdog:
             return
         stack = stack or self._taker.take(time.monotonic(), stack=True).stack
         text = f"rank {self._strategy.rank} is ended {place(self._state)}: {why}"
-        record_end(f"DistributedError: {text}", f"stack of rank {self._strategy.rank}:\n{stack}")
+        record_end(f"DistributedError: {text}", f"stack of rank {self._strategy.rank}:\n{stack}", before)
         _exit(128 + signal.SIGTERM)
 
 
@@ -254,10 +349,10 @@ def _pulse_key(rank: int) -> str:
 
 
 def _own_store(prefix: str) -> Store:
-    """A connection of its own to the process group's store: the main thread may wait long on the shared one."""
-    from torch.distributed import distributed_c10d
-    from torch.distributed.distributed_c10d import PrefixStore
+    """A connection of its own to the process group's store, where the main thread may wait long for a key.
 
-    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    Thread and main thread share this one: neither waits on it, they only get what they found to be there.
+    """
+    store = default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
     return PrefixStore(prefix, store)

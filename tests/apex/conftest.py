@@ -31,10 +31,14 @@ def kept():
             # What torch and fabricamp have imported stays: a second copy of a class would not be the first one.
             if name.split(".")[0] in NAMES:
                 del sys.modules[name]
+        for name in [name for name in sys.modules if name.startswith("fabricamp.apex")]:
+            for one in vars(sys.modules[name]).values():
+                if isinstance(one, type) and one.__module__.split(".")[0] == "apex":
+                    one.__module__ = f"fabricamp.{one.__module__}"
         sys.path[:], sys.argv[:], sys.meta_path[:] = path, argv, finders
         argparse.ArgumentParser.parse_known_args = parse
         os.environ.clear()
         os.environ.update(environment)
 
 
-NAMES = {"apex", "amp_C", "apex_C", "syncbn", "fused_layer_norm_cuda", "xentropy_cuda", "mlp_cuda"}
+NAMES = {"apex", "amp_C", "apex_C", "syncbn", "fused_layer_norm_cuda", "fast_layer_norm", "xentropy_cuda", "mlp_cuda"}

@@ -12,7 +12,7 @@ from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.apex.multi_tensor_apply import multi_tensor_applier
 from fabricamp.apex.optimizers import FusedAdam
-from tests.apex.amp_nets import loss_of, same, snapshot, start, train
+from tests.apex.amp_nets import loss_of, same, snapshot, spoil, start, train
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,6 @@ def test_the_flag_of_an_optimizer_keeps_what_is_written():
 def test_the_stash_of_an_optimizer():
     model, optimizer = start("O2")
     stash = optimizer._amp_stash
-    assert stash.already_patched
     assert not stash.lazy_init_called
     optimizer._lazy_init_maybe_master_weights()
     assert stash.lazy_init_called
@@ -105,6 +104,26 @@ def test_the_stash_of_an_optimizer():
     model, optimizer = start("O1")
     assert len(optimizer._amp_stash.all_fp32_params) == 6
     assert not optimizer._amp_stash.all_fp16_params
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["SGD", "FusedAdam"])
+def test_already_patched_says_that_the_next_step_is_left_out(level, name):
+    """apex put another ``step`` there after an overflow, once, and took it away again in that step."""
+    model, optimizer = start(level, name)
+    stash = optimizer._amp_stash
+    assert stash.already_patched is False
+    train(model, optimizer, range(2))
+    assert stash.already_patched is False
+    for _ in range(2):
+        optimizer.zero_grad()
+        spoil(optimizer, loss_of(model, 2))
+        assert stash.already_patched is True
+        optimizer.step()
+        assert stash.already_patched is False
+    spoil(optimizer, loss_of(model, 3))
+    optimizer.zero_grad()
+    assert stash.already_patched is False
 
 
 def test_the_four_methods_by_hand():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fabricamp.apex import amp, fp16_utils
-from fabricamp.strategies.scripts import DistributedDataParallel
+from fabricamp.apex.parallel import DistributedDataParallel
 from tests.apex.amp_nets import OPTIMIZERS, loss_of, net, start, train
 from tests.distributed.ranks import run_ranks
 
@@ -178,6 +178,16 @@ def check_zeros():
             assert all(map(torch.equal, zeros, everywhere))
 
 
+def full_values_of_several_models():
+    """Eight models in one wrapper, converted by each rank in an order of its own: they lie elsewhere in memory."""
+    models = torch.nn.ModuleList([torch.nn.Linear(size, 3) for size in range(1, 9)])
+    amp.initialize(list(models)[:: -1 if dist.get_rank() else 1], opt_level="O2", verbosity=0)
+    DistributedDataParallel(models)
+    state = models.state_dict()
+    amp.shutdown()
+    return state
+
+
 def everything():
     refused()
     check_zeros()
@@ -186,7 +196,7 @@ def everything():
             check_accumulated(wrapper, level)
     skipped = [skipped_window(wrapper) for wrapper in WRAPPERS]
     own = [steps_of_their_own(wrapper) for wrapper in WRAPPERS]
-    return overflow_lines(), [trained_values(*case) for case in CASES], skipped, own
+    return overflow_lines(), [trained_values(*case) for case in CASES], skipped, own, full_values_of_several_models()
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +223,10 @@ def test_apex_708_an_overflow_in_a_pass_without_exchange_skips_on_all(ranks):
 def test_steps_without_an_exchange_are_judged_by_each_rank(ranks):
     assert ranks[0][3] == [65536.0] * len(WRAPPERS)
     assert ranks[1][3] == [32768.0] * len(WRAPPERS)
+
+
+def test_full_values_of_several_models_in_one_wrapper_are_rank_0s(ranks):
+    mine, yours = ranks[0][4], ranks[1][4]
+    assert len(mine) == 16
+    assert all(value.dtype is torch.float32 for value in mine.values())
+    assert all(torch.equal(value, yours[name]) for name, value in mine.items())

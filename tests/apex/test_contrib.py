@@ -11,7 +11,6 @@ from fabricamp.errors import ConfigError
 PATHS = {
     "contrib.clip_grad": "clip_grad_norm_",
     "contrib.clip_grad.clip_grad": "clip_grad_norm_",
-    "contrib.focal_loss": "focal_loss",
     "contrib.focal_loss.focal_loss": "FocalLoss focal_loss",
     "contrib.groupbn": "BatchNorm2d_NHWC",
     "contrib.groupbn.batch_norm": "BatchNorm2d_NHWC",
@@ -20,6 +19,9 @@ PATHS = {
     "contrib.layer_norm.layer_norm": "FastLayerNorm FastLayerNormFN",
     "contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
     "contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "contrib.optimizers.fused_adam": "FusedAdam",
+    "contrib.optimizers.fused_lamb": "FusedLAMB",
+    "contrib.optimizers.fused_sgd": "FusedSGD",
     "contrib.sparsity": "ASP create_mask",
     "contrib.sparsity.asp": "ASP",
     "contrib.sparsity.sparse_masklib": "create_mask",
@@ -33,7 +35,7 @@ PATHS = {
     "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
     "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
     "normalization.fused_layer_norm": "fused_layer_norm_affine manual_rms_norm FusedRMSNormFunction FusedLayerNorm",
-    "parallel": "DistributedDataParallel Reducer SyncBatchNorm LARC ReduceOp convert_syncbn_model create_syncbn_process_group",
+    "parallel": "DistributedDataParallel Reducer SyncBatchNorm ReduceOp convert_syncbn_model create_syncbn_process_group",
     "parallel.LARC": "LARC",
     "parallel.distributed": "DistributedDataParallel Reducer flat_dist_call flatten unflatten extract_tensors",
     "RNN": "LSTM GRU ReLU Tanh mLSTM",
@@ -48,7 +50,7 @@ def test_names_are_where_scripts_import_them_from(path):
 
 
 def test_losses_and_index_mul_are_fabricamps():
-    from fabricamp.apex.contrib.focal_loss import FocalLoss, focal_loss
+    from fabricamp.apex.contrib.focal_loss.focal_loss import FocalLoss, focal_loss
     from fabricamp.apex.contrib.index_mul_2d import index_mul_2d
 
     assert focal_loss is ops.focal_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabricamp.apex import amp
-from fabricamp.precision import master_weights
+from fabricamp.say_once import say_once
 from tests.apex.amp_nets import ALL_OPTIMIZERS, LEVELS, net, same, start, train
 
 
@@ -90,8 +90,8 @@ def test_an_average_in_a_copy_of_before_initialize_is_that_of_the_masters(level,
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_an_average_that_goes_nowhere_is_told(level, caplog, monkeypatch):
-    monkeypatch.setattr(master_weights, "_told", [])
+def test_an_average_that_goes_nowhere_is_told(level, caplog):
+    say_once.cache_clear()
     model, optimizer = start(level)
     average = copy.deepcopy(model)
     for index in range(3):

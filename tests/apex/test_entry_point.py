@@ -180,7 +180,7 @@ if __name__ == "__main__":
 
 def test_workers_that_a_script_spawns_find_it_too(script, tmp_path):
     main([script(SPAWNS), str(tmp_path / "out")])
-    assert (tmp_path / "out").read_text() == "0 fabricamp.apex.optimizers.fused_adam multi_tensor_scale\n"
+    assert (tmp_path / "out").read_text() == "0 apex.optimizers.fused_adam multi_tensor_scale\n"
 
 
 STARTS = """

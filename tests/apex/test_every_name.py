@@ -16,6 +16,7 @@ _ADAM_RULE = "lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay"
 _LAMB_RULE = "lr, beta1, beta2, eps, step, bias_correction, weight_decay, grad_averaging, mode"
 _RNN = "input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None"
 
+_NORM_OPTIONS = "normalized_shape, eps, memory_efficient=False"
 SIGNATURES = {
     "apex": {
         "check_cudnn_version_and_warn": "global_option, required_cudnn_version",
@@ -115,7 +116,6 @@ SIGNATURES = {
         "SyncBatchNorm.forward": "input, z=None",
         "convert_syncbn_model": "module, process_group=None, channel_last=False",
         "create_syncbn_process_group": "group_size",
-        "LARC": "optimizer, trust_coefficient=0.02, clip=True, eps=1e-8",
         "ReduceOp": None,
     },
     "apex.parallel.LARC": {"LARC": "optimizer, trust_coefficient=0.02, clip=True, eps=1e-8"},
@@ -170,9 +170,18 @@ SIGNATURES = {
         ),
         "manual_rms_norm": "input, normalized_shape, weight, eps",
         "supports_custom_op": "",
-        **dict.fromkeys(["FusedLayerNormAffineFunction.apply", "FusedLayerNormFunction.apply"]),
-        **dict.fromkeys(["FusedLayerNormAffineMixedDtypesFunction.apply", "FusedRMSNormAffineFunction.apply"]),
-        **dict.fromkeys(["FusedRMSNormFunction.apply", "FusedRMSNormAffineMixedDtypesFunction.apply"]),
+        **{
+            f"Fused{kind}Function.{method}": arguments
+            for kind, given in {
+                "LayerNormAffine": f"input, weight, bias, {_NORM_OPTIONS}",
+                "LayerNormAffineMixedDtypes": f"input, weight, bias, {_NORM_OPTIONS}",
+                "LayerNorm": f"input, {_NORM_OPTIONS}",
+                "RMSNormAffine": f"input, weight, {_NORM_OPTIONS}",
+                "RMSNormAffineMixedDtypes": f"input, weight, {_NORM_OPTIONS}",
+                "RMSNorm": f"input, {_NORM_OPTIONS}",
+            }.items()
+            for method, arguments in {"forward": f"ctx, {given}", "backward": None, "apply": None}.items()
+        },
         **dict.fromkeys(["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]),
     },
     "apex.multi_tensor_apply": {
@@ -222,6 +231,10 @@ SIGNATURES = {
         **dict.fromkeys(["rms_forward", "rms_forward_affine", "rms_forward_affine_mixed_dtypes"]),
         **dict.fromkeys(["rms_backward", "rms_backward_affine"]),
     },
+    "fast_layer_norm": {
+        "ln_fwd": "x, gamma, beta, epsilon",
+        "ln_bwd": "dz, x_or_z, mu, rsigma, gamma, beta, memory_efficient",
+    },
     "xentropy_cuda": dict.fromkeys(["forward", "backward"]),
     "mlp_cuda": dict.fromkeys(["forward", "backward"]),
     "apex.fp16_utils": {
@@ -264,12 +277,15 @@ SIGNATURES = {
     "apex.contrib.xentropy.softmax_xentropy": {
         "SoftmaxCrossEntropyLoss.apply": "logits, labels, smoothing=0.0, padding_idx=0, half_to_float=False",
     },
-    "apex.contrib.focal_loss": {
+    "apex.contrib.focal_loss.focal_loss": {
         "focal_loss": "cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing=0.0",
     },
     "apex.contrib.index_mul_2d": {"index_mul_2d": "in1, in2, idx1"},
     "apex.contrib.layer_norm": {"FastLayerNorm": "hidden_size, eps=1e-5, memory_efficient=False"},
-    "apex.contrib.layer_norm.layer_norm": {"FastLayerNormFN.apply": None},
+    "apex.contrib.layer_norm.layer_norm": {
+        "FastLayerNormFN.apply": None,
+        "FastLayerNormFN.forward": "ctx, x, gamma, beta, epsilon, memory_efficient=False",
+    },
     "apex.contrib.optimizers": dict.fromkeys(["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]),
     "apex.contrib.sparsity": {
         **dict.fromkeys(["ASP.init_model_for_pruning", "ASP.init_optimizer_for_pruning", "ASP.compute_sparse_masks"]),

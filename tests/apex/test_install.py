@@ -58,9 +58,6 @@ def test_a_name_that_is_a_module_and_an_object_is_the_object():
     module = sys.modules["apex.amp._amp_state"]
     assert isinstance(module, types.ModuleType)
     assert scope["apex"].amp._amp_state is scope["_amp_state"] is module._amp_state
-    exec("import apex.parallel.LARC, apex.contrib.focal_loss.focal_loss", scope)
-    assert isinstance(scope["apex"].parallel.LARC, type)
-    assert scope["apex"].contrib.focal_loss.focal_loss.__name__ == "focal_loss"
     assert callable(scope["apex"].install)
 
 
@@ -108,7 +105,7 @@ def test_spawned_processes_find_it_on_their_path():
         f"import sys; sys.path = {sys.path!r}; import amp_C, apex.mlp; print(apex.mlp.MLP.__module__, amp_C.__name__)"
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed == "fabricamp.apex.mlp.mlp amp_C\n"
+    assert printed == "apex.mlp.mlp amp_C\n"
 
 
 def test_parts_are_imported_on_first_use_only():

@@ -97,7 +97,7 @@ def test_apex_577_state_of_torchs_adam_goes_in_and_out():
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_apex_766_larc_shows_the_groups_of_a_loaded_state(level):
     model = net()
-    optimizer = parallel.LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = parallel.LARC.LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(model, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fabricamp.apex
 from fabricamp import ops
-from fabricamp.apex import RNN
+from fabricamp.apex import RNN, amp
 from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
 from fabricamp.apex._extensions import mlp_cuda
 from fabricamp.apex.contrib.clip_grad import clip_grad_norm_
@@ -18,6 +18,7 @@ from fabricamp.apex.mlp import MLP
 from fabricamp.apex.mlp.mlp import MlpFunction
 from fabricamp.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from fabricamp.errors import ConfigError
+from tests.apex.amp_nets import ALL_OPTIMIZERS
 
 # -- mlp, fused_dense -----------------------------------------------------------------------------------------------------------
 
@@ -246,6 +247,57 @@ def test_pruned_weights_come_back(asp):
     asp.restore_pruned_weights()
     assert torch.equal(model[2].weight, before)
     assert not asp.is_sparsity_enabled()
+
+
+@pytest.mark.parametrize("prunes_first", [True, False])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_models_stay_pruned_under_amp(asp, level, name, prunes_first):
+    """At O2 the masters are masked too: they are rounded into the weights behind every step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    optimizer = ALL_OPTIMIZERS[name](model.parameters())
+    ways = [
+        lambda: asp.prune_trained_model(model, optimizer),
+        lambda: amp.initialize(model, optimizer, opt_level=level, verbosity=0),
+    ]
+    for way in ways if prunes_first else reversed(ways):
+        way()
+    try:
+        for _ in range(3):
+            before = model[0].weight.detach().clone()
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.randn(4, 32)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert not torch.equal(model[0].weight, before)
+            for one in (
+                model[0].weight,
+                model[2].weight,
+                *(one for one in amp.master_params(optimizer) if one.dim() == 2),
+            ):
+                assert int((one == 0).sum()) == one.numel() // 2
+        state = model.state_dict()
+        assert int((state["0.weight"] == 0).sum()) == 32 * 16 // 2
+    finally:
+        amp.shutdown()
+
+
+def test_pruned_weights_come_back_at_o2(asp):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    dense = model[0].weight.detach().clone()
+    optimizer = ALL_OPTIMIZERS["SGD"](model.parameters())
+    asp.init_model_for_pruning(model, verbosity=0, allow_recompute_mask=True)
+    asp.init_optimizer_for_pruning(optimizer)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    try:
+        asp.compute_sparse_masks()
+        asp.restore_pruned_weights()
+        (master,) = (one for one in amp.master_params(optimizer) if one.dim() == 2)
+        assert torch.allclose(master, dense, atol=1e-3)
+        assert torch.equal(model[0].weight, master.half())
+    finally:
+        amp.shutdown()
 
 
 def test_asp_says_what_comes_first(asp):

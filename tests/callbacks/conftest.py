@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import torch
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.state import RunState, Stage
+from fabricamp.loggers.delivery import Delivery
+from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies.base import Strategy
 
 
@@ -30,7 +30,7 @@ class StandInTrainer:
 
     def __init__(self, root, *callbacks):
         self.state = RunState()
-        self.state.stage = Stage.FIT
+        self.state.begin(TrainerFn.FITTING)
         self.strategy = RecordingStrategy()
         self.callbacks = list(callbacks)
         self.loggers = []
@@ -38,7 +38,7 @@ class StandInTrainer:
         self.optimizers = []
         self.callback_metrics = {}
         self.num_val_batches = [4]
-        self.settings = SimpleNamespace(val_check_interval=1.0, check_val_every_n_epoch=1)
+        self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
         self.log_every_n_steps = 10
         self.fast_dev_run = False
         self.is_global_zero = True
@@ -50,6 +50,10 @@ class StandInTrainer:
         self.printed = []
         self.saved = []
         self.failure = None
+
+    @property
+    def delivery(self):
+        return Delivery(self.loggers)
 
     @property
     def global_step(self):
@@ -70,7 +74,10 @@ class StandInTrainer:
         if self.failure:
             raise CheckpointError(self.failure)
         states = {one.state_key: one.state_dict() for one in self.callbacks}
-        write(path, {"state_dict": {}, "global_step": self.global_step, "callbacks": states})
+        checkpoint = {"state_dict": {}, "global_step": self.global_step, "callbacks": states}
+        for one in self.callbacks:
+            one.on_save_checkpoint(self, None, checkpoint)
+        write(path, checkpoint)
 
     # -- what a loop would do
 

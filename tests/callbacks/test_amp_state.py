@@ -115,9 +115,9 @@ def test_apex_s_file_there_and_back(tmp_path, precision, part):
 
     def load(trainer):
         again.load(path)
-        seen["weights"] = trainer.precision.module_state(trainer.module, trainer.module.state_dict())
+        seen["weights"] = trainer.precision_plugin.module_state(trainer.module, trainer.module.state_dict())
         seen["optimizer"] = trainer.optimizers[0].state_dict()
-        seen["amp"] = trainer.precision.state_dict()
+        seen["amp"] = trainer.precision_plugin.state_dict()
         seen.update(copy.deepcopy(seen))
         again.save(tmp_path / "again.pt", trainer.module.net if part == "net" else None)
 

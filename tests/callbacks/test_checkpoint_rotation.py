@@ -11,7 +11,7 @@ import torch
 from fabricamp.callbacks import ModelCheckpoint, _save_plan
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.state import Stage
+from fabricamp.state import TrainerFn
 
 
 def names(folder: Path) -> list[str]:
@@ -270,7 +270,7 @@ def test_lightning_s_state_is_understood(folder):
     assert checkpoint.kth_value.item() == pytest.approx(0.7)
 
 
-def test_the_state_key_tells_callbacks_apart_and_does_not_depend_on_the_pace():
+def test_the_state_key_tells_callbacks_apart_and_another_pace_is_accepted():
     keys = {
         ModelCheckpoint(**options).state_key
         for options in (
@@ -278,12 +278,16 @@ def test_the_state_key_tells_callbacks_apart_and_does_not_depend_on_the_pace():
             {"monitor": "x"},
             {"monitor": "x", "mode": "max"},
             {"every_n_train_steps": 5},
+            {"every_n_train_steps": 9},
             {"train_time_interval": timedelta(1)},
             {"filename": "{epoch}"},
         )
     }
-    assert len(keys) == 6
-    assert ModelCheckpoint(every_n_train_steps=5).state_key == ModelCheckpoint(every_n_train_steps=9).state_key
+    assert len(keys) == 7
+    five, nine = ModelCheckpoint(every_n_train_steps=5), ModelCheckpoint(every_n_train_steps=9)
+    assert five.accepts_state_of(nine.state_key)
+    assert not five.accepts_state_of(ModelCheckpoint(monitor="x", every_n_train_steps=9).state_key)
+    assert not five.accepts_state_of(ModelCheckpoint(every_n_epochs=5).state_key)
 
 
 # -- interruptions
@@ -340,6 +344,6 @@ def test_no_checkpoint_where_none_is_wanted_or_nothing_was_trained(make_trainer,
     trainer = make_trainer(make(save_top_k=0)).start()
     trainer.step()
     trainer.interrupt()
-    trainer.state.stage = Stage.TEST
+    trainer.state.begin(TrainerFn.TESTING)
     trainer.interrupt()
     assert not trainer.saved

@@ -7,7 +7,7 @@ import torch
 
 from fabricamp.callbacks import EarlyStopping, EarlyStoppingReason
 from fabricamp.errors import ConfigError
-from fabricamp.state import Stage
+from fabricamp.state import RunningStage, TrainerFn
 
 
 def run(trainer, values, name="x"):
@@ -63,7 +63,7 @@ def test_decisions(make_trainer, options, values, epochs, reason):
 def test_when_it_looks(make_trainer, settings, val_batches, given, looks_at):
     stopping = EarlyStopping("x", check_on_train_epoch_end=given)
     trainer = make_trainer(stopping).start()
-    trainer.settings.val_check_interval, trainer.settings.check_val_every_n_epoch = settings
+    trainer.val_check_interval, trainer.check_val_every_n_epoch = settings
     trainer.num_val_batches = val_batches
     trainer.callback_metrics["x"] = torch.tensor(float("nan"))
     stopping.on_validation_end(trainer, None)
@@ -72,10 +72,13 @@ def test_when_it_looks(make_trainer, settings, val_batches, given, looks_at):
     assert trainer.state.should_stop
 
 
-@pytest.mark.parametrize("stage", [Stage.SANITY, Stage.VALIDATE])
-def test_it_looks_only_while_training(make_trainer, stage):
+@pytest.mark.parametrize(
+    ("fn", "stage"),
+    [(TrainerFn.FITTING, RunningStage.SANITY_CHECKING), (TrainerFn.VALIDATING, RunningStage.VALIDATING)],
+)
+def test_it_looks_only_while_training(make_trainer, fn, stage):
     trainer = make_trainer(EarlyStopping("x", check_on_train_epoch_end=False)).start()
-    trainer.state.stage = stage
+    trainer.state.fn, trainer.state.stage = fn, stage
     trainer.validate(x=float("nan"))
     assert not trainer.state.should_stop
 

@@ -13,7 +13,8 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.callbacks import _cadence as file_of_the_class
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import ConfigError
-from fabricamp.state import Stage
+from fabricamp.state import RunningStage, TrainerFn
+from fabricamp.strategies import Environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,7 +155,7 @@ def test_where_an_epoch_s_checkpoint_is_written(
 ):
     checkpoint = make(save_on_train_epoch_end=on_train_epoch_end)
     trainer = make_trainer(checkpoint).start()
-    trainer.settings.val_check_interval, trainer.settings.check_val_every_n_epoch = settings
+    trainer.val_check_interval, trainer.check_val_every_n_epoch = settings
     trainer.num_val_batches = val_batches
     trainer.step()
     checkpoint.on_validation_end(trainer, None)
@@ -163,11 +164,14 @@ def test_where_an_epoch_s_checkpoint_is_written(
     assert (after_validation, len(trainer.saved)) == ((0, 1) if saves_at == "epoch" else (1, 1))
 
 
-@pytest.mark.parametrize("stage", [Stage.SANITY, Stage.VALIDATE])
-def test_validation_outside_training_writes_nothing(make_trainer, make, stage):
+@pytest.mark.parametrize(
+    ("fn", "stage"),
+    [(TrainerFn.FITTING, RunningStage.SANITY_CHECKING), (TrainerFn.VALIDATING, RunningStage.VALIDATING)],
+)
+def test_validation_outside_training_writes_nothing(make_trainer, make, fn, stage):
     trainer = make_trainer(make(save_on_train_epoch_end=False)).start()
     trainer.step()
-    trainer.state.stage = stage
+    trainer.state.fn, trainer.state.stage = fn, stage
     trainer.validate(val_loss=1.0)
     assert not trainer.saved
 
@@ -199,8 +203,9 @@ def test_fast_dev_run_writes_nothing(make_trainer, make, folder):
         ({"filename": "plain{{x}}"}, "plain{x}.ckpt"),
         ({"filename": "sub/{step:d}"}, "sub/step=7.ckpt"),
         ({"filename": "{count:d}"}, "count=4.ckpt"),
-        ({"filename": "{later:.2f}"}, "later=nan.ckpt"),
-        ({"filename": "{later:d}"}, "later=nan.ckpt"),
+        ({"filename": "{later:.2f}"}, "later=0.00.ckpt"),
+        ({"filename": "{later:d}"}, "later=0.ckpt"),
+        ({"filename": "{later}"}, "later=0.ckpt"),
     ],
 )
 def test_names(options, name):
@@ -298,9 +303,20 @@ def test_wrong_arguments_are_refused_at_once(options, words):
         ModelCheckpoint(**options)
 
 
-@pytest.mark.parametrize("options", [{"monitor": "val_los"}, {"filename": "{val_los}"}])
-def test_a_metric_that_does_not_exist_is_an_error_that_lists_those_that_do(make_trainer, make, options):
-    trainer = make_trainer(make(**options)).start()
+def test_a_name_with_an_unknown_metric_has_0_in_its_place_which_is_said_once(make_trainer, make, folder, caplog):
+    checkpoint = make(filename="{epoch}-{val_los:.1f}-{other}", monitor="val_loss")
+    trainer = make_trainer(checkpoint).start()
+    for score in (3.0, 2.0, 1.0):
+        trainer.epoch(val_loss=score, acc=0.5)
+    assert names(folder)[-1] == "epoch=2-val_los=0.0-other=0.ckpt"
+    said = [message for message in caplog.messages if "val_los" in message]
+    assert len(said) == 1
+    assert "'val_los', 'other'" in said[0]
+    assert "did you mean 'val_loss'" in said[0]
+
+
+def test_a_monitor_that_does_not_exist_is_an_error_that_lists_those_that_do(make_trainer, make):
+    trainer = make_trainer(make(monitor="val_los")).start()
     with pytest.raises(ConfigError, match=r"val_los.*did you mean 'val_loss'.*logged so far: acc, val_loss"):
         trainer.epoch(val_loss=1.0, acc=0.5)
 
@@ -359,6 +375,7 @@ def test_another_rank_follows_rank_0_and_touches_nothing(make_trainer, make, fol
     class Pipe(type(leader.strategy)):
         def __init__(self, *, sends):
             super().__init__()
+            self.environment = Environment(rank=0 if sends else 1, world_size=2)
             self.sends = sends
 
         def broadcast(self, value, source=0):

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fabricamp import OptLevel, TrainingModule
 from fabricamp.callbacks.model_summary import ModelSummary, summarize
 from fabricamp.errors import ConfigError
+from fabricamp.precision.named import precision_from
 
 HALF_LEVELS = ("O2", "O3", "O5")
 
@@ -130,10 +132,10 @@ def test_prediction_equals_what_is_there_after_conversion(sizes, level, data):
     assert before.memory["weights"] == sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def trainer_for(module, *, rank_zero=True, masters=(), sums=None, name="O2"):
+def trainer_for(module, *, rank_zero=True, masters=(), sums=(), name="O2"):
     updated = torch.optim.SGD([*(p for p in module.parameters() if p.requires_grad), *masters], lr=0.1)
-    precision = SimpleNamespace(name=name, accumulation_buffers=lambda: sums)
-    return SimpleNamespace(is_global_zero=rank_zero, optimizers=[updated], precision=precision)
+    precision = SimpleNamespace(name=name, gradients=lambda optimizer: SimpleNamespace(tensors=list(sums)))
+    return SimpleNamespace(is_global_zero=rank_zero, optimizers=[updated], precision_plugin=precision)
 
 
 def test_callback_counts_what_is_there(capsys):
@@ -172,3 +174,28 @@ def test_terminal_gets_a_table(monkeypatch, tmp_path):
     assert "───" in text
     assert "[bold]" in text, "names are not markup"
     assert "111 parameters: 108 trainable, 3 frozen" in text
+
+
+class WithLossAndTie(TrainingModule):
+    """What conversion leaves alone: a loss with a buffer of its own, BatchNorm, a weight that BatchNorm shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
+        self.net[2].weight = self.net[1].weight
+        self.loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["O0", "O1", "O2", "O3", "64-true", OptLevel("O2", keep_batchnorm_fp32=False), OptLevel("O5")],
+    ids=lambda one: getattr(one, "name", one),  # no address: workers of pytest-xdist have to agree on the names
+)
+def test_the_prediction_is_what_the_level_converts(precision):
+    module, precision = WithLossAndTie(), precision_from(precision)
+    predicted = summarize(module, opt_level=precision)
+    precision.convert_module(module)
+    assert predicted.memory["weights"] == sum(p.nbytes for p in module.parameters())
+    assert predicted.memory["buffers"] == sum(b.nbytes for b in module.buffers())
+    half = sum(p.numel() for p in module.parameters() if p.dtype in (torch.float16, torch.bfloat16))
+    assert predicted.memory["masters"] == (4 * half if predicted.opt_level in ("O2", "O5") else 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def stand_in(**overrides):
         "is_global_zero": True,
         "current_epoch": 0,
         "max_epochs": 3,
-        "max_steps": math.inf,
+        "max_steps": -1,
         "num_training_batches": 4,
         "num_val_batches": [2],
         "num_test_batches": [2, 3],
@@ -38,7 +39,10 @@ def stand_in(**overrides):
         "accumulate_grad_batches": 1,
         "global_step": 0,
         "sanity_checking": False,
+        "module": None,
         "progress_bar_metrics": {},
+        "lr_scheduler_configs": [],
+        "precision_plugin": SimpleNamespace(verdicts=None),
         "state": SimpleNamespace(batch_idx=0),
     }
     return SimpleNamespace(**known | overrides)
@@ -120,10 +124,28 @@ def test_validation_leaves_a_line_amid_an_epoch_but_not_a_second_one_at_its_end(
 
 
 def test_validation_line_of_a_loader_without_length_comes_when_it_is_known_not_to_be_the_end(clock, capsys):
-    bar, trainer = ProgressBar(), stand_in(num_training_batches=math.inf, max_epochs=math.inf)
+    bar, trainer = ProgressBar(), stand_in(num_training_batches=math.inf, max_epochs=-1)
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 5.0, validate_at=(1,))
     assert capsys.readouterr().out.splitlines()[:2] == ["validation  1/2  5.0 s/it", "epoch 1  1  step 1  5.0 s/it"]
+
+
+def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, capsys):
+    scheduler = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.0125}, {"lr": 1.0}]))
+    scaler = SimpleNamespace(dynamic=True, scale=65536.0)
+    moving = stand_in(
+        progress_bar_metrics={"loss": 0.5},
+        lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
+        precision_plugin=SimpleNamespace(verdicts=scaler),
+    )
+    bar = ProgressBar()
+    bar.setup(moving, None, "fit")
+    run_epoch(bar, moving, clock, 0.5)
+    assert "  loss 0.5000  lr 0.01250  scale 65536  " in capsys.readouterr().out
+    scaler.dynamic, scheduler.optimizer.param_groups[0]["lr"] = False, torch.tensor(0.1)
+    moving.progress_bar_metrics["lr"] = 3.0
+    run_epoch(bar, moving, clock, 0.5)
+    assert "  loss 0.5000  lr 3.000  2.0 s" in capsys.readouterr().out, "the user's own lr; a tensor is not read"
 
 
 def test_long_validation_shows_its_own_position(clock, capsys):
@@ -171,7 +193,7 @@ def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "test 1/2  1/2  10.0 s/it"
     assert lines[2].startswith("test 2/2  1/3")
-    assert lines[-1] == "test  test_acc 0.9750  50.0 s"
+    assert lines[-1] == "test  50.0 s", "its values follow in a table"
 
 
 def test_sanity_check_and_predict(clock, capsys):
@@ -237,19 +259,19 @@ def test_a_reader_that_is_gone_does_not_end_the_training(clock, monkeypatch, sec
 
 @given(
     batches=st.one_of(st.just(math.inf), st.integers(1, 50)),
-    max_steps=st.one_of(st.just(math.inf), st.integers(1, 30)),
+    max_steps=st.one_of(st.just(-1), st.integers(1, 30)),
     window=st.integers(1, 5),
     data=st.data(),
 )
 def test_train_total_is_where_the_loop_will_stop(batches, max_steps, window, data):
     def stop():
         done = steps = 0
-        while done < batches and steps < max_steps:
+        while done < batches and (max_steps < 0 or steps < max_steps):
             done += 1
             steps += done % window == 0 or done == batches
         return done
 
-    expected = None if math.isinf(batches) and math.isinf(max_steps) else stop()
+    expected = None if math.isinf(batches) and max_steps < 0 else stop()
     done = data.draw(st.integers(0, 20 if expected is None else expected - 1))
     trainer = stand_in(
         num_training_batches=batches, max_steps=max_steps, accumulate_grad_batches=window, global_step=done // window
@@ -337,14 +359,14 @@ class Terminal:
             assert letter == "m", f"unknown control sequence {argument}{letter}"
 
 
-def run_in_terminal(tmp_path, *arguments, stderr=None, **environment):
+def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, **environment):
     """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output."""
     import inspect
 
     (tmp_path / "test_progress_bar_stand_in.py").write_text(
         "import math\nfrom types import SimpleNamespace\n" + inspect.getsource(stand_in)
     )
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(script)
     leader, follower = pty.openpty()
     variables = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}}
     variables |= {
@@ -372,6 +394,14 @@ def run_in_terminal(tmp_path, *arguments, stderr=None, **environment):
     return output.decode()
 
 
+def test_a_line_that_is_too_long_is_broken_between_two_values(tmp_path):
+    metrics = "{'train_loss_step': 1.341, 'val_accuracy': 0.7222, 'train_loss_epoch': 1.886}"
+    script = SCRIPT.replace('{"loss": 0.5}', metrics).replace("range(2)", "range(1)")
+    lines = without_times(Terminal().feed(run_in_terminal(tmp_path, script=script, COLUMNS="80")))
+    whole = "epoch 1/3  step 4  train_loss_step 1.341  val_accuracy 0.7222"
+    assert lines[-3:-1] == [whole, "  train_loss_epoch 1.886"]
+
+
 EPOCHS = [
     ["printed [not markup]", "logged", "error", "epoch 1/3  step 4  loss 0.5000"],
     ["printed [not markup]", "logged", "error", "epoch 2/3  step 8  loss 0.5000"],
@@ -397,6 +427,49 @@ def test_exception_leaves_the_bar_as_it_stood_and_a_clean_terminal(tmp_path):
     assert re.fullmatch(r"epoch 2/3     ━+  3/4  [0-9.]+ (it/s|s/it)  \d:\d\d left  step 7  loss 0\.5000", bar)
     assert after == "after"
     assert terminal.cursor_shown
+
+
+FAILING = textwrap.dedent("""
+    import sys, torch
+    from fabricamp import Callback, Trainer, TrainingModule
+
+    class Line(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).mean()
+        def validation_step(self, batch, batch_idx):
+            self.layer(batch)
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Failing(Callback):
+        def __init__(self, place):
+            self.place = place
+        def on_train_start(self, trainer, module):
+            if self.place == "start":
+                raise ValueError("MY OWN ERROR")
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            if self.place == "save":
+                raise ValueError("MY OWN ERROR")
+            if self.place == "second interrupt":
+                raise KeyboardInterrupt("MY OWN ERROR")
+
+    data = torch.utils.data.DataLoader(torch.ones(2, 1))
+    for place in ("start", "save", "second interrupt"):
+        trainer = Trainer(max_epochs=1, logger=False, callbacks=[Failing(place)], default_root_dir=sys.argv[1])
+        try:
+            trainer.fit(Line(), data, data)
+        except BaseException as error:
+            print(f"{place}: {type(error).__name__}: {error}; hides {error.__context__}")
+""")
+
+
+def test_an_error_while_no_bar_is_open_is_the_last_word(tmp_path):
+    output = run_in_terminal(tmp_path, str(tmp_path), script=FAILING)
+    for place, kind in (("start", "ValueError"), ("save", "ValueError"), ("second interrupt", "KeyboardInterrupt")):
+        assert f"{place}: {kind}: MY OWN ERROR; hides None" in output
 
 
 def test_stderr_that_leads_elsewhere_is_left_alone(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import signal
@@ -76,9 +77,11 @@ def test_what_the_disk_changed_never_takes_the_place_of_a_good_file(tmp_path, mo
     save = torch.save
 
     def save_damaged(value, file):
-        save(value, file)
-        file.seek(2000)
-        file.write(b"\xff")
+        written = io.BytesIO()
+        save(value, written)
+        content = bytearray(written.getvalue())
+        content[2000] ^= 0xFF
+        file.write(content)
 
     monkeypatch.setattr(torch, "save", save_damaged)
     with pytest.raises(CheckpointError, match=r"Bad CRC-32|checksum"):

@@ -124,7 +124,7 @@ def test_lightning_16149_a_file_of_lightning_1_with_the_state_of_apexs_amp(tmp_p
     resumed.fit(Scheduled(), loader(16), ckpt_path=tmp_path / "a.ckpt")
     assert resumed.global_step == 8
     if precision == "O2":
-        scaler = resumed.precision.state_dict()["scaler"]["scalers"][0]
+        scaler = resumed.precision_plugin.state_dict()["scaler"]["scalers"][0]
         expected = (65536.0, 2) if scaling == "neither" else (4096.0, 19)
         assert (float(scaler["scale"]), int(scaler["growth"])) == expected
 
@@ -203,8 +203,8 @@ def test_lightning_s_loss_scale_goes_on(tmp_path):
     )
     resumed = quiet_trainer(max_steps=6, max_epochs=-1, precision="O1")
     resumed.fit(Scheduled(), loader(16), ckpt_path=path)
-    state = resumed.precision.state_dict()["scaler"]["scalers"][0]
-    assert (resumed.precision.scale, float(state["scale"]), int(state["growth"])) == (512.0, 512.0, 7)
+    state = resumed.precision_plugin.state_dict()["scaler"]["scalers"][0]
+    assert (resumed.precision_plugin.verdicts.scale, float(state["scale"]), int(state["growth"])) == (512.0, 512.0, 7)
 
 
 def test_a_lightning_file_with_another_layout_is_refused(tmp_path):
@@ -243,10 +243,10 @@ def test_fit_goes_on_from_apex_s_file(tmp_path, precision, wrapped):
     class Looks(Callback):
         def on_fit_start(self, trainer, module):
             parts = {
-                "weights": trainer.precision.module_state(module, module.state_dict()),
+                "weights": trainer.precision_plugin.module_state(module, module.state_dict()),
                 "optimizer": trainer.optimizers[0].state_dict(),
-                "scale": trainer.precision.scale,
-                "amp": trainer.precision.state_dict(),
+                "scale": getattr(trainer.precision_plugin.verdicts, "scale", None),
+                "amp": trainer.precision_plugin.state_dict(),
             }
             seen.update(copy.deepcopy(parts))
 

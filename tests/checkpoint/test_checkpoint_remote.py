@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import fsspec
 import pytest
 import torch
@@ -45,9 +47,11 @@ def test_what_goes_wrong_there_leaves_the_old_file_alone(memory, monkeypatch):
     save = torch.save
 
     def save_damaged(value, file):
-        save(value, file)
-        file.seek(1000)
-        file.write(b"\xff")
+        written = io.BytesIO()
+        save(value, written)
+        content = bytearray(written.getvalue())
+        content[1000] ^= 0xFF
+        file.write(content)
 
     monkeypatch.setattr(torch, "save", save_damaged)
     with pytest.raises(CheckpointError, match=r"cannot write checkpoint memory://runs/a\.ckpt: .*(CRC|checksum)"):

@@ -19,6 +19,8 @@ from fabricamp.ops import bridge, table
 HERE = Path(__file__).parent
 _NUMBERS = {"CLUSTER": 1, "MAILBOXES": 2}  # of a text that does not say
 _DYNAMIC = re.compile(r"extern __shared__ (.+) (\w+)\[\];")
+waiting: dict[str, int] = {}
+"""The most blocks of a launch that waited for somebody outside it, by kernel; for tests to clear and read."""
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
@@ -48,11 +50,14 @@ def compiler(reverse: bool):
     """Returns what ``bridge.COMPILERS`` holds for a kind of device."""
 
     def compile_for_cpu(text: str, function: str, device, shared: int = 0):
-        launch = getattr(library(text, reverse), f"launch_{function}")
+        built = library(text, reverse)
+        launch = getattr(built, f"launch_{function}")
         launch.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
 
         def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
             launch(blocks, threads, shared, arguments)
+            if waited := built.blocks_that_waited():
+                waiting[function] = max(waited, waiting.get(function, 0))
 
         return run
 

@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from fabricamp.data import EvalSampler, TrainSampler
+from fabricamp.data.orders import SeededOrder
 
 sizes = st.integers(0, 70)
 worlds = st.integers(1, 9)
+
+
+def seeded(size, *, shuffle, seed, **options):
+    return TrainSampler(SeededOrder(size, shuffle=shuffle, seed=seed), **options)
 
 
 @settings(max_examples=200, deadline=None)
@@ -26,7 +31,7 @@ def test_training_order_is_torchs(size, world_size, epoch, seed, shuffle, drop_l
     for rank in range(world_size):
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "rank": rank}
         theirs = DistributedSampler(range(size), num_replicas=world_size, **options)
-        ours = TrainSampler(size, world_size=world_size, **options)
+        ours = seeded(size, world_size=world_size, **options)
         theirs.set_epoch(epoch)
         ours.set_epoch(epoch)
         assert list(ours) == list(theirs)
@@ -48,7 +53,7 @@ def test_evaluation_reads_every_sample_once(size, world_size):
 @given(size=st.integers(1, 70), world_size=worlds, start=st.integers(0, 80), epoch=st.integers(0, 3))
 def test_start_leaves_out_the_first_samples_once(size, world_size, start, epoch):
     def sampler() -> TrainSampler:
-        made = TrainSampler(size, shuffle=True, seed=3, rank=world_size - 1, world_size=world_size)
+        made = seeded(size, shuffle=True, seed=3, rank=world_size - 1, world_size=world_size)
         made.set_epoch(epoch)
         return made
 
@@ -68,7 +73,7 @@ def test_another_number_of_ranks_goes_on_in_the_same_order(size, start, before, 
         """The samples of all ranks, in the order in which they are read."""
         shares = []
         for rank in range(world_size):
-            sampler = TrainSampler(size, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)
+            sampler = seeded(size, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)
             sampler.start = start
             shares.append(list(sampler))
         return [index for places in zip(*shares, strict=True) for index in places]
@@ -79,13 +84,13 @@ def test_another_number_of_ranks_goes_on_in_the_same_order(size, start, before, 
     assert 0 <= len(resumed) - max(size - start, 0) < after
 
 
-def test_indices_with_their_epoch():
-    sampler = TrainSampler(5, shuffle=True, seed=2, tags_epoch=True)
-    plain = TrainSampler(5, shuffle=True, seed=2)
+def test_indices_with_their_tag():
+    sampler = seeded(5, shuffle=True, seed=2, tags=True)
+    plain = seeded(5, shuffle=True, seed=2)
     for epoch in (0, 3):
         sampler.set_epoch(epoch)
         plain.set_epoch(epoch)
-        assert list(sampler) == [(epoch, index) for index in plain]
+        assert list(sampler) == [((2, epoch), index) for index in plain]
 
 
 def test_start_reads_no_data():
@@ -97,7 +102,7 @@ def test_start_reads_no_data():
             return index
 
     data = Data(range(1000))
-    sampler = TrainSampler(1000, shuffle=False, seed=0)
+    sampler = seeded(1000, shuffle=False, seed=0)
     sampler.start = 990
     loader = DataLoader(data, batch_size=5, sampler=sampler)
     assert len(loader) == 2
@@ -106,7 +111,7 @@ def test_start_reads_no_data():
 
 
 def test_epochs_differ_and_repeat():
-    sampler = TrainSampler(50, shuffle=True, seed=1)
+    sampler = seeded(50, shuffle=True, seed=1)
     orders = []
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
@@ -117,11 +122,11 @@ def test_epochs_differ_and_repeat():
 
 def test_more_samples_than_a_chunk():
     size = (1 << 16) * 2 + 3
-    assert sorted(TrainSampler(size, shuffle=True, seed=0)) == list(range(size))
+    assert sorted(seeded(size, shuffle=True, seed=0)) == list(range(size))
 
 
 def test_empty_dataset_gives_nothing():
-    sampler = TrainSampler(0, shuffle=True, seed=0, rank=1, world_size=2)
+    sampler = seeded(0, shuffle=True, seed=0, rank=1, world_size=2)
     assert list(sampler) == []
     assert list(BatchSampler(sampler, 2, drop_last=False)) == []
 
@@ -131,5 +136,5 @@ def test_order_does_not_touch_the_global_generator(world_size):
     import torch
 
     before = torch.get_rng_state()
-    list(TrainSampler(20, shuffle=True, seed=0, world_size=world_size))
+    list(seeded(20, shuffle=True, seed=0, world_size=world_size))
     assert torch.equal(before, torch.get_rng_state())

@@ -53,7 +53,9 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, s
         **options,
     )
     rows = []
-    module.on_train_start = lambda: trainer.session.metrics.sinks.append(lambda row, step: rows.append((step, row)))
+    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
+        lambda row, step: rows.append((step, row))
+    )
     contents = {}
 
     def keep():

@@ -312,7 +312,7 @@ class Deaf(Callback):
 
     def on_train_start(self, trainer, module):
         if trainer.global_rank == 1:
-            trainer.session.watchdog._look = lambda _store: threading.Event().wait()
+            trainer._runner.session.watchdog._look = lambda _store: threading.Event().wait()
             threading.Timer(self.seconds, os._exit, [9]).start()
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from torch.utils.data import DataLoader
 
-from fabricamp.state import RunState, Scope, Stage
+from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
 from fabricamp.watchdog.pulse import Pulse, PulseTaker, _where, judge
 from fabricamp.watchdog.watch import patience
 from tests.small import Classifier, loader, quiet_trainer
@@ -24,6 +24,8 @@ def pulse(rank, doing, *, line=1, **options):
             "beat": 3,
             "idle": 20.0,
             "place": f"place {rank}",
+            "epoch": 0,
+            "batch": 0,
             "doing": doing,
             "where": _where(),
             "pid": os.getpid(),
@@ -54,13 +56,13 @@ def gone():
     ],
 )
 def test_who_is_named_and_who_reports(doings, silent, rank, reporter):
-    verdict = judge([pulse(one, doing) for one, doing in enumerate(doings)], silent, 15.0)
-    assert (verdict.rank, verdict.reporter) == (rank, reporter)
-    first, *others = verdict.text.splitlines()
+    diagnosis = judge([pulse(one, doing) for one, doing in enumerate(doings)], silent, 15.0)
+    assert (diagnosis.rank, diagnosis.reporter) == (rank, reporter)
+    first, *others = diagnosis.text.splitlines()
     assert first == f"no rank has come further for 15 s, because of rank {rank} as it seems:"
     assert others[0].startswith(f"  rank {rank}")
-    assert all(f"place {one}" in verdict.text for one in range(3))
-    assert verdict.stack.startswith("stack of rank ")
+    assert all(f"place {one}" in diagnosis.text for one in range(3))
+    assert diagnosis.stack.startswith("stack of rank ")
 
 
 @pytest.mark.parametrize("doing", ["elsewhere", "data", "saving"])
@@ -104,10 +106,10 @@ def test_only_a_process_that_is_certainly_dead_is_gone():
 
 
 def test_many_ranks_are_not_all_listed():
-    verdict = judge([pulse(rank, "data" if rank == 700 else "waiting") for rank in range(1000)], set(), 15.0)
-    assert verdict.text.splitlines()[1].startswith("  rank 700")
-    assert len(verdict.text.splitlines()) < 20
-    assert verdict.stack.count("stack of rank") <= 4
+    diagnosis = judge([pulse(rank, "data" if rank == 700 else "waiting") for rank in range(1000)], set(), 15.0)
+    assert diagnosis.text.splitlines()[1].startswith("  rank 700")
+    assert len(diagnosis.text.splitlines()) < 20
+    assert diagnosis.stack.count("stack of rank") <= 4
 
 
 def test_any_counter_that_moves_is_progress():
@@ -117,7 +119,8 @@ def test_any_counter_that_moves_is_progress():
     assert taker.idle(107.0) == 7
     now = 107.0
     for name, value in {
-        "stage": Stage.FIT,
+        "fn": TrainerFn.FITTING,
+        "stage": RunningStage.TRAINING,
         "scope": Scope.TRAIN_STEP,
         "epoch": 1,
         "global_step": 1,
@@ -216,5 +219,5 @@ def test_the_thread_reads_what_the_loop_writes():
         quiet_trainer(max_epochs=1).fit(Net(), loader())
     finally:
         sys.setprofile(None)
-    assert any("fabricamp/update" in name for name in called)
+    assert any("fabricamp/engine/update" in name for name in called)
     assert not [name for name in called if "fabricamp/watchdog" in name]

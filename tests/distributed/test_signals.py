@@ -278,7 +278,7 @@ def test_sigterm_to_the_starter_and_its_sudden_death(tmp_path):
         assert "after" not in out
         assert "Traceback" not in err
         steps = len((folder / "progress").read_text().split())
-        said = re.search(rf"Ended by SIGTERM at step {steps}; checkpoint: (.*\.ckpt)\n", out)
+        said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', out)
         assert torch.load(said[1], weights_only=True)["global_step"] == steps
         killed, folder = runs["killed"]
         killed.kill()

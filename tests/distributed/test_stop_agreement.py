@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fabricamp.errors import DistributedError
-from fabricamp.state import NOT_VALIDATING, RunState
+from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
 from fabricamp.watchdog import StopAgreement, Watchdog, interrupts
 from tests.distributed.ranks import run_ranks
@@ -43,6 +43,7 @@ class Several(Strategy):
 def watched():
     state = RunState()
     watchdog = Watchdog(state, Several())
+    watchdog.agreement.begin()
     watchdog.start()
     return state, watchdog
 
@@ -61,7 +62,7 @@ def train(state, agreement, batches, pause, *, validate_every=0, validation_batc
             break
         if state.batches_done >= state.hold_at:
             agreement.hold()
-        if state.should_stop:
+        if state.interrupted:
             break
 
 
@@ -91,8 +92,11 @@ def rounds(number):
         askers = shared.sample(range(world_size), shared.randint(1, world_size)) if index else []
         asked_at = {one: shared.choice([0.0, 0.0005, 0.02, 0.15]) for one in askers}
         slow = shared.choice([None, None, *range(world_size)])
-        reason = shared.choice(["SIGTERM", "max_time"])
-        validation = {"validate_every": shared.choice([0, 2, 5]), "validation_batches": shared.choice([1, 3, 300])}
+        reason = shared.choice(INTERRUPTIONS)
+        validation = {
+            "validate_every": shared.choice([0, 2, 2, 5]),
+            "validation_batches": shared.choice([1, 3, 300, 300]),
+        }
         batches = min(batches, 5 if validation["validate_every"] else 30) if not askers else batches
         state, watchdog = watched()
         timer = threading.Timer(asked_at.get(rank, 0), watchdog.agreement.request, [reason])
@@ -105,14 +109,13 @@ def rounds(number):
             lambda batch, slow=slow: time.sleep(0.3) if rank == slow and batch == 2 else None,
             **validation,
         )
-        watchdog.agreement.ended_early(here=state.should_stop)
+        watchdog.agreement.ended_early(here=state.interrupted)
         watchdog.close()
         timer.cancel()
         assert state.hold_at == state.hold_evaluated == sys.maxsize
-        assert state.should_stop or state.batches_done == batches
+        assert state.interrupted or state.batches_done == batches
         in_validation = state.evaluated != NOT_VALIDATING
-        assert not (in_validation and reason == "max_time")
-        seen.append((state.batches_done, in_validation, state.should_stop, state.stop_reason))
+        seen.append((state.batches_done, in_validation, state.interrupted, state.interruption))
         assert threading.active_count() <= 2
     return seen
 
@@ -126,23 +129,22 @@ def test_all_stop_at_the_same_micro_batch(world_size):
     assert everyone[0][0][1:] == (False, False, "")  # nobody asked
 
 
-def asked_between_batches(reason):
+def asked_between_batches():
     """All ranks promise before the batch that a validation follows; returns where they stop."""
     state, watchdog = watched()
 
     def pause(batch):
         if batch == 1:
-            watchdog.agreement.request(reason)
+            watchdog.agreement.request("SIGTERM")
             wait_for_promise(state)
 
     train(state, watchdog.agreement, 5, pause, validate_every=2, validation_batches=3)
     watchdog.close()
-    return state.batches_done, state.evaluated, state.stop_reason
+    return state.batches_done, state.evaluated, state.interruption
 
 
-@pytest.mark.parametrize(("reason", "evaluated"), [("max_time", NOT_VALIDATING), ("SIGTERM", 1)])
-def test_the_end_of_the_time_lets_the_next_validation_end_too(reason, evaluated):
-    assert run_ranks(asked_between_batches, 2, reason) == [(2, evaluated, reason)] * 2
+def test_the_next_validation_is_cut():
+    assert run_ranks(asked_between_batches, 2) == [(2, 1, "SIGTERM")] * 2
 
 
 def one_ends_and_one_holds():
@@ -154,10 +156,10 @@ def one_ends_and_one_holds():
         watchdog.close()
     dist.barrier()
     if rank == 0:
-        watchdog.agreement.request("late")
+        watchdog.agreement.request("SIGUSR1")
         state.batches_done = wait_for_promise(state)
         assert watchdog.agreement.hold()
-        assert state.should_stop
+        assert state.interrupted
     watchdog.close()
 
     state, watchdog = watched()
@@ -216,11 +218,11 @@ def test_single_process_stops_at_once():
     state, agreement = single()
     state.batches_done = 3
     assert state.batches_done < state.hold_at
-    agreement.request("because")
-    agreement.request("another")
+    agreement.request("SIGTERM")
+    agreement.request("SIGUSR1")
     assert state.batches_done >= state.hold_at
     assert agreement.hold()
-    assert (state.should_stop, state.stop_reason, state.hold_at) == (True, "because", sys.maxsize)
+    assert (state.should_stop, state.interruption, state.hold_at) == (False, "SIGTERM", sys.maxsize)
 
 
 def test_a_promise_that_the_main_thread_has_passed_is_made_anew():
@@ -247,13 +249,28 @@ def test_interrupts_in_the_main_thread():
     state, agreement = single()
     before = signal.getsignal(signal.SIGINT)
     with interrupts(agreement):
+        agreement.begin()
         _thread.interrupt_main()
         assert state.hold_at == 0
         agreement.hold()
-        assert state.stop_reason == "interrupted"
+        assert state.interruption == "interrupted"
         with pytest.raises(KeyboardInterrupt):
             _thread.interrupt_main()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_before_the_first_batch_a_signal_ends_the_run_at_once():
+    for number, name in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "SIGTERM")):
+        state, agreement = single()
+        before = signal.getsignal(number)
+        with interrupts(agreement):
+            with pytest.raises(KeyboardInterrupt, match=name):
+                os.kill(os.getpid(), number)
+            assert agreement.abandoned
+            if number == signal.SIGTERM:
+                os.kill(os.getpid(), number)  # starters send several
+        assert signal.getsignal(number) is before
+        assert not state.interrupted
 
 
 def test_forked_children_outlive_an_interrupt():

@@ -17,7 +17,7 @@ from fabricamp.errors import DistributedError
 from fabricamp.nn import SyncBatchNorm, convert_syncbn_model
 from fabricamp.ops import peer_memory
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_sync_batch_norm_ranks import Net, check
+from tests.distributed.test_sync_batch_norm_ranks import Net, check, models_in_turn
 
 pytestmark = [
     pytest.mark.gpu2,
@@ -180,6 +180,75 @@ def slow_and_gone():
 def test_a_rank_that_is_slow_and_one_that_is_gone():
     waited, _ = run_ranks(slow_and_gone, 2, backend=None, start_method="spawn")
     assert 3.5 < waited < 20
+
+
+def models_on_gpus():
+    return models_in_turn(joined_nccl(), 200)
+
+
+def test_memory_of_models_that_are_gone_is_used_again():
+    found = run_ranks(models_on_gpus, 2, backend=None, start_method="spawn")
+    assert found == [[peer_memory._BLOCK_WORDS]] * 2
+
+
+PATIENCE = 40.0
+
+
+def waits_for_its_device(bucket, side, scratch_words=2**26):
+    """What a late rank's host may do while a bucket is under way: each of these ends only when the bucket is done."""
+    with torch.cuda.stream(side):
+        bucket[0].item()
+    scratch = torch.empty(scratch_words, device=bucket.device)
+    del scratch
+    torch.cuda.empty_cache()
+
+
+def bucket_under_way():
+    """A rank is early in a large layer, the other waits for its device, and that for a bucket that needs room on the first."""
+    device = joined_nccl()
+    late = dist.get_rank() == 1
+    group = dist.new_group(timeout=dt.timedelta(seconds=PATIENCE))  # of the layers alone: a hang ends with it
+    side = torch.cuda.Stream()
+    bucket = torch.ones(2**24, device=device)
+    x = torch.randn(32, 256, 56, 56, device=device, dtype=torch.float16)
+    dy = torch.randn_like(x)
+    steps = []
+    for options in ({}, {"fuse_relu": True}):
+        for rows in (True, False):
+            layer = SyncBatchNorm(256, process_group=group, exchange="peer", device=device, **options)
+            form = torch.channels_last if rows else torch.contiguous_format
+            leaf, gradient = (one.detach().contiguous(memory_format=form) for one in (x, dy))
+            leaf.requires_grad_()
+            steps += [(lambda layer=layer, leaf=leaf: layer(leaf)), (lambda y, dy=gradient: y.backward(dy))]
+    y, seconds = None, []
+    for number, step in enumerate(
+        steps
+    ):  # compiles, loads and allocates, which behind a waiting kernel might itself wait
+        y = step(y) if number % 2 else step()
+    dist.all_reduce(bucket)
+    for number, step in enumerate(steps):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(int(3e8))  # 0.2 s: the early rank is in its layer when its bucket would start
+            dist.all_reduce(bucket, async_op=True).wait()  # for which only this stream waits
+        if late:
+            time.sleep(0.5)
+            waits_for_its_device(bucket, side)
+        y = step(y) if number % 2 else step()
+        torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+        peer_memory.check_peers()
+    return seconds
+
+
+def test_a_collective_starts_while_a_rank_waits_for_another():
+    """Were a layer to wait in all of its blocks, both would hang: the early rank's GPU is full, and the late one's never idle."""
+    for seconds in run_ranks(bucket_under_way, 2, backend=None, start_method="spawn", timeout=300.0):
+        assert len(seconds) == 8
+        assert max(seconds) < PATIENCE / 2
 
 
 def compiled_on_gpus():

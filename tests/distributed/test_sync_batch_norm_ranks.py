@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
-from fabricamp.ops import batch_norm_geometry, peer_memory
-from fabricamp.ops.batch_norm_exchange import VARIABLE
+from fabricamp.ops import peer_memory
+from fabricamp.ops.batch_norm import geometry as batch_norm_geometry
+from fabricamp.ops.batch_norm.exchange import VARIABLE
+from tests.cuda_on_cpu.compiler import waiting
 from tests.cuda_on_cpu.shared_memory import use_kernels
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -123,6 +125,7 @@ def kernel_checks(exchange, reverse, *all_counts):
     [
         ("peer", False, [(3, 3), (1, 4), (5, 0)]),
         ("peer", True, [(2, 3, 1), (0, 4, 0)]),
+        ("peer", False, [(2, 1, 0, 3, 1)]),  # more than are looked at at once
         ("collective", False, [(3, 3), (1, 4), (5, 0)]),
     ],
 )
@@ -274,13 +277,14 @@ def somebody_is_missing():
     group = dist.new_group(timeout=dt.timedelta(seconds=1))
     layer = SyncBatchNorm(256, process_group=group, exchange="peer")
     x = torch.randn(5, 256)
+    SyncBatchNorm(256, exchange="peer")(x)  # compiles, for which nobody has to wait in a second
     layer(x)
     peer_memory.check_peers()
     if dist.get_rank() == 1:
         return None
     before = layer.running_mean.clone()
     began = time.monotonic()
-    layer(x)  # waits, and returns: eight blocks, which come one after another on the CPU, but only the first one waits
+    layer(x)  # waits, and returns: two blocks, one after the other on the CPU, but only the first one waits
     waited = time.monotonic() - began
     assert torch.equal(layer.running_mean, before)
     with pytest.raises(DistributedError, match="rank 0 waited 1 s in a SyncBatchNorm for rank 1") as error:
@@ -296,6 +300,81 @@ def test_a_missing_rank_is_not_waited_for_for_ever():
     assert 0.9 < waited < 5
     assert altogether - waited < 5
     assert "longer timeout" in words
+
+
+def models_in_turn(device, number_of_models):
+    """Many small models, each gone before the next but one; returns the words that were mapped for them."""
+    allocate, mapped = peer_memory.ALLOCATORS[device.type], []
+
+    def counted(words, group, on):
+        mapped.append(words)
+        return allocate(words, group, on)
+
+    peer_memory.ALLOCATORS[device.type] = counted
+    rank, kept = dist.get_rank(), None
+    generator = torch.Generator().manual_seed(1)
+    for number in range(number_of_models):
+        channels = 384 + 32 * (number % 7)
+        layer = SyncBatchNorm(channels, exchange="peer", device=device)
+        whole = torch.randn(4, channels, generator=generator)
+        own = slice(2 * rank, 2 * rank + 2)
+        x = whole[own].to(device).requires_grad_()
+        theirs = whole.clone().requires_grad_()
+        expected = F.batch_norm(theirs, None, None, training=True)
+        expected.pow(3).sum().backward()
+        for step in range(1 + number % 3):  # words of one exchange or of several stay behind
+            if number and rank == number % 2:
+                time.sleep(0.01)  # whoever is early finds no words of an earlier model's
+            x.grad = None
+            y = layer(x)
+            torch.testing.assert_close(y.detach().cpu(), expected[own].detach(), rtol=1e-4, atol=1e-4)
+            if step:
+                y.pow(3).sum().backward()
+                torch.testing.assert_close(x.grad.cpu(), theirs.grad[own], rtol=1e-3, atol=1e-3)
+        if rank == number % 2:
+            kept = layer, y  # alive on one rank alone for a while
+    del kept
+    peer_memory.check_peers()
+    return mapped
+
+
+def models_on_the_cpu():
+    use_kernels()
+    peer_memory._BLOCK_WORDS = 2**15
+    return models_in_turn(torch.device("cpu"), 30)
+
+
+def test_memory_of_models_that_are_gone_is_used_again():
+    found = run_ranks(models_on_the_cpu, 2)
+    assert found == [[2**15]] * 2  # one block, of which a model has an eleventh to a sixth
+
+
+def one_comes_alone(reverse):
+    """Which kernels wait for a rank that does not come, and in how many of their blocks."""
+    use_kernels(reverse)
+    met = []
+    for shape in ((40, 256), (3, 256, 8)):
+        layer = SyncBatchNorm(256, process_group=dist.new_group(), exchange="peer")
+        x = torch.randn(shape, requires_grad=True)
+        met.append((layer, x, layer(x)))
+    found = []
+    for layer, x, y in met if dist.get_rank() == 0 else ():
+        (plan,) = layer._exchange.plans.values()
+        plan.forward_call.timeout = plan.backward_call.timeout = int(1e8)  # all have met: a tenth of a second will do
+        waiting.clear()
+        alone = layer(x)
+        y.sum().backward()
+        assert alone.isnan().all()
+        assert x.grad.isnan().all()
+        found.append(dict(waiting))
+    return found
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_few_blocks_wait_and_none_of_the_large_kernels(reverse):
+    """Whatever waits in every block fills the GPU: then no collective starts that the late rank may itself wait for."""
+    found, _ = run_ranks(one_comes_alone, 2, reverse)
+    assert found == [{"statistics": 2, "reduce": 2}] * 2
 
 
 class Net(nn.Module):

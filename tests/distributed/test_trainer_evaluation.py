@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from fabricamp.errors import ConfigError, DistributedError
 from tests.distributed.ranks import run_ranks
-from tests.small import Classifier, data, loader, quiet_trainer
+from tests.small import Classifier, loader, quiet_trainer
 
 # (samples, batch size): uneven shares, fewer samples than ranks, batches that do not divide, one sample.
 SIZES = [(7, 2), (2, 1), (1, 4), (13, 4)]
@@ -89,14 +90,15 @@ def on_every_rank():
     messages = [
         error_of(quiet_trainer(**options, max_epochs=1, use_distributed_sampler=False).fit, Classifier(), loader(8 + 8 * rank)),
         error_of(quiet_trainer(**options, max_epochs=1).fit, Classifier(), loader(8 + 8 * rank)),
-        error_of(
-            quiet_trainer(**options, max_epochs=1).fit,
-            Classifier(),
-            DataLoader(data(8), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank)),
-        ),
+        error_of(with_seed, rank, quiet_trainer(**options, max_epochs=1).fit, Classifier(), loader(8, 2, shuffle=True)),
         error_of(quiet_trainer(**options, max_epochs=1).fit, Classifier() if rank == 0 else Wider(), loader()),
     ]  # fmt: skip
     return results, odd, messages
+
+
+def with_seed(seed, function, *arguments):
+    with mock.patch.dict(os.environ, {"FABRICAMP_GLOBAL_SEED": str(seed)}):
+        function(*arguments)
 
 
 class Wider(Classifier):
@@ -177,7 +179,7 @@ def log_once(folder):
         trainer.fit(Measured(), loader(), loader(7, 2))
         trainer.save_checkpoint(folder / "one.ckpt")
         trainer.predict(Measured(), loader(7, 2))
-        trainer.strategy.setup_environment(trainer._environment, torch.device("cpu"))
+        trainer.strategy.setup_environment(trainer._runner.environment, torch.device("cpu"))
         gathered = trainer.strategy.all_gather(torch.tensor([dist.get_rank()]))
     assert gathered.flatten().tolist() == list(range(dist.get_world_size()))
     return [f"{one.category.__name__}: {one.message} ({one.filename})" for one in caught]

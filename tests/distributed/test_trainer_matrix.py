@@ -91,7 +91,7 @@ def on_two_ranks(strategy, folder):
 def ranks(request, tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, request.param, tmp_path_factory.mktemp("matrix"), timeout=200.0)
+        return run_ranks(on_two_ranks, 2, request.param, tmp_path_factory.mktemp("matrix"), timeout=280.0)
 
 
 def test_both_ranks_end_with_the_same_bits(ranks):

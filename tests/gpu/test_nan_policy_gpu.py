@@ -54,7 +54,7 @@ class Run:
         if bad is not None:
             dict(self.module.named_parameters())[bad].grad.view(-1)[-1].fill_(float("inf"))
         self.precision.step(self.optimizer, clip=Clip(1.0), loss=loss)
-        self.told.append(self.precision.close_window(loss))
+        self.told.append(self.precision.verdicts.close_window(loss))
 
     def state(self):
         updated = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -73,10 +73,10 @@ def test_sticky_and_named(level, optimizer):
     for _ in range(3):
         run.window()
     assert all(map(torch.equal, before, run.state()))
-    told = [*run.told[LAG:], *run.precision.drain()]
+    told = [*run.told[LAG:], *run.precision.verdicts.drain()]
     assert [verdict.ends_run for verdict in told] == [False] * 3 + [True] * 4
     assert [verdict.applied_steps for verdict in told] == [1, 2, 3, 3, 3, 3, 3]
-    assert "of 2.weight were not finite at step 3 (loss " in run.precision.explain(7)
+    assert "of 2.weight were not finite at step 3 (loss " in run.precision.verdicts.explain(7)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_fused", "FusedAdam"])
@@ -112,12 +112,12 @@ def test_no_copy_goes_to_the_host(level):
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run.precision.step(run.optimizer, clip=Clip(1.0), loss=loss)
-        verdict = run.precision.close_window(loss)
+        verdict = run.precision.verdicts.close_window(loss)
         torch.cuda.synchronize()
     names = [event.key for event in profiler.key_averages()]
     assert not [name for name in names if "DtoH" in name]
     assert verdict.applied
-    assert run.precision.drain()[-1].applied_steps == 7
+    assert run.precision.verdicts.drain()[-1].applied_steps == 7
 
 
 def test_ring_and_mirror_hold_the_same_rows():
@@ -125,7 +125,7 @@ def test_ring_and_mirror_hold_the_same_rows():
     for index in range(9):
         run.window("4.bias" if index in (2, 3) else None)
     torch.cuda.synchronize()
-    scaler = run.precision._scaler
+    scaler = run.precision.verdicts.scaler
     assert scaler._host.is_pinned()
     assert torch.equal(scaler._ring.cpu(), scaler._host)
 
@@ -139,7 +139,7 @@ def test_a_captured_update_replays_with_another_lr(level):
         for _ in range(3):
             run.window()
         run.loss = run.backward().detach().clone()
-        holders = run.precision.gradient_holders(run.optimizer)
+        holders = run.precision.gradients(run.optimizer).parameters
         run.gradients = [holder.grad.clone() for holder in holders]
         run.holders = holders
 
@@ -155,14 +155,14 @@ def test_a_captured_update_replays_with_another_lr(level):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         update(captured)
-        captured.precision.close_window(captured.loss)
+        captured.precision.verdicts.close_window(captured.loss)
         graph = torch.cuda.CUDAGraph()
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             update(captured)
     torch.cuda.synchronize()
     update(eager)
-    eager.precision.close_window(eager.loss)
+    eager.precision.verdicts.close_window(eager.loss)
     for step, lr in enumerate((0.01, 0.002, 0.03, 0.01, 0.005)):
         for run in runs:
             run.optimizer.param_groups[0]["lr"] = lr
@@ -175,16 +175,16 @@ def test_a_captured_update_replays_with_another_lr(level):
                     gradient.copy_(torch.full_like(gradient, 0.01))
         give(captured)
         captured.optimizer.gather(
-            captured.gradients, captured.precision._updater._binding(captured.optimizer).copies
+            captured.gradients, captured.precision._stepper._binding(captured.optimizer).copies
         )  # uploads the lr
         graph.replay()
         update(eager)
-        eager.precision.close_window(eager.loss)
+        eager.precision.verdicts.close_window(eager.loss)
     torch.cuda.synchronize()
     for run in runs:
         run.optimizer.zero_grad()
     assert all(map(torch.equal, captured.state(), eager.state()))
-    ours, theirs = captured.precision._scaler, eager.precision._scaler
+    ours, theirs = captured.precision.verdicts.scaler, eager.precision.verdicts.scaler
     assert torch.equal(ours.state.words, theirs.state.words)
     assert torch.equal(ours._host, theirs._host)
 

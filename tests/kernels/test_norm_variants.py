@@ -7,7 +7,10 @@ import re
 import pytest
 import torch
 
-from fabricamp.ops import bridge, clusters, norm_kernels, norm_plans
+from fabricamp.ops import bridge
+from fabricamp.ops.norm import clusters
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm import plans as norm_plans
 from tests.kernels.nvrtc import architectures, compile_for
 
 B, S = torch.bfloat16, torch.float32

@@ -12,6 +12,7 @@ import pytest
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError
 from fabricamp.launch import record_failure
 from fabricamp.launch.failures import as_error, find_cause
+from fabricamp.launch.recording import OTHERS
 
 
 @dataclass
@@ -63,6 +64,36 @@ def test_what_another_rank_left_is_shown_where_the_cause_left_nothing(tmp_path):
     report = find_cause({0: Ended(143), 1: Ended(-signal.SIGKILL)}, tmp_path).report()
     assert "rank 1 was killed by SIGKILL" in report
     assert "what rank 0 left:\ntrace 0" in report
+
+
+def test_a_rank_that_left_in_the_middle_with_exit_code_0_is_the_cause(tmp_path):
+    write(tmp_path, 0, 100)
+    (tmp_path / "run" / "0" / OTHERS).write_text(json.dumps({"before": [1], "killed": []}))
+    for code in (1, 143):  # its exception, and by force
+        cause = find_cause({0: Ended(code)}, tmp_path)
+        assert (cause.rank, cause.shell_code()) == (1, 1)
+        assert "rank 1 ended early with exit code 0" in cause.report()
+        assert "what rank 0 left:\ntrace 0" in cause.report()
+    assert find_cause({0: Ended(1), 1: Ended(-signal.SIGKILL)}, tmp_path).rank == 1
+    write(tmp_path, 1, 50)  # it failed as others do
+    assert find_cause({0: Ended(143), 1: Ended(1)}, tmp_path).exit_code == 1
+
+
+def test_sys_exit_in_the_middle_of_a_run_is_the_cause_with_its_traceback(tmp_path):
+    write(tmp_path, 1, 100, "SystemExit: 0")
+    write(tmp_path, 0, 200)
+    for codes in ({0: 1}, {0: 143, 1: -signal.SIGTERM}):
+        report = find_cause({rank: Ended(code) for rank, code in codes.items()}, tmp_path).report()
+        assert "rank 1 ended early with exit code 0" in report
+        assert report.index("trace 1") < report.index("trace 0")
+
+
+def test_a_stopped_rank_that_another_one_killed_is_not_the_cause(tmp_path):
+    write(tmp_path, 0, 100)
+    (tmp_path / "run" / "0" / OTHERS).write_text(json.dumps({"before": [], "killed": [1]}))
+    report = find_cause({0: Ended(1), 1: Ended(-signal.SIGKILL)}, tmp_path).report()
+    assert "rank 0 ended with exit code 1; with it ended rank 1" in report
+    assert "too much memory" not in report
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from fabricamp.errors import ConfigError
 from fabricamp.loggers import CSVLogger
+from fabricamp.strategies import DDP
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
 
 
 def rows(logger) -> list[dict[str, str]]:
@@ -23,7 +26,7 @@ def test_new_metrics_become_new_columns(tmp_path):
     logger.log_metrics({"loss": 0.5, "acc": 0.25}, 2)
     logger.log_metrics({"lr": 0.1}, 3)
     assert logger.metrics_file.read_text() == "step,loss,acc,lr\n1,1.5,,\n2,0.5,0.25,\n3,,,0.1\n"
-    assert [path.name for path in logger.log_dir.iterdir()] == ["metrics.csv"]
+    assert [path.name for path in logger.folder.iterdir()] == ["metrics.csv"]
 
 
 def test_it_writes_every_n_steps_and_at_the_end(tmp_path):
@@ -56,9 +59,9 @@ def test_a_second_run_gets_the_next_version(tmp_path):
         logger.log_metrics({"loss": 1.0}, 1)
         logger.log_hyperparams({"lr": 0.1})
         logger.close()
-        assert logger.log_dir == tmp_path / "digits" / f"version_{version}"
+        assert logger.folder == tmp_path / "digits" / f"version_{version}"
         assert rows(logger) == [{"step": "1", "p-loss": "1.0"}]
-        assert (logger.log_dir / "hparams.yaml").read_text() == "lr: 0.1\n"
+        assert (logger.folder / "hparams.yaml").read_text() == "lr: 0.1\n"
 
 
 @given(
@@ -108,3 +111,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_cure(tmp_path):
         ConfigError, match=r"cannot make a folder for this run in .*file.*: Not a directory; give another"
     ):
         _ = CSVLogger(tmp_path / "file").version
+
+
+def test_a_folder_that_rank_0_cannot_make_ends_every_rank(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+
+    def work():
+        trainer = quiet_trainer(
+            strategy=DDP(timeout=20), devices="auto", max_steps=1, logger=CSVLogger(tmp_path / "file")
+        )
+        with pytest.raises(ConfigError, match="cannot make a folder for this run") as caught:
+            trainer.fit(Classifier(), loader(16))
+        return str(caught.value)
+
+    first, other = run_ranks(work, 2, backend=None, timeout=60)
+    assert first == other

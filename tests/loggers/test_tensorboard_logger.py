@@ -54,7 +54,7 @@ def test_what_is_logged_after_close_is_read_too(tmp_path):
     for step in (1, 2):
         logger.log_metrics({"loss": 1.0}, step)
         logger.close()
-    assert len(read(logger.log_dir).Scalars("loss")) == 2
+    assert len(read(logger.folder).Scalars("loss")) == 2
 
 
 def test_hyperparameters_are_written_once(tmp_path):
@@ -63,10 +63,10 @@ def test_hyperparameters_are_written_once(tmp_path):
     for _ in range(2):
         logger.log_hyperparams(params)
     logger.close()
-    written = yaml.safe_load((logger.log_dir / "hparams.yaml").read_text())
+    written = yaml.safe_load((logger.folder / "hparams.yaml").read_text())
     assert written["net"]["sizes"] == [1, 2]
     assert (written["lr"], written["on"], written["none"]) == (0.1, True, None)
-    events = read(logger.log_dir)
+    events = read(logger.folder)
     assert [one.value for one in events.Scalars("hp_metric")] == [-1]
     plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data
     assert b"net/sizes" in plugin.content
@@ -76,7 +76,7 @@ def test_hyperparameters_without_the_default_metric(tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
-    assert read(logger.log_dir).Tags()["scalars"] == []
+    assert read(logger.folder).Tags()["scalars"] == []
 
 
 def test_images_and_texts(tmp_path):
@@ -85,7 +85,7 @@ def test_images_and_texts(tmp_path):
     logger.log_image("gray", torch.rand(8, 8), 5, dataformats="HW")
     logger.log_text("note", "**hello**", 5)
     logger.close()
-    events = read(logger.log_dir)
+    events = read(logger.folder)
     assert events.Tags()["images"] == ["digit", "gray"]
     assert events.Images("digit")[0].width == 8
     assert events.Tags()["tensors"] == ["note/text_summary"]
@@ -96,7 +96,7 @@ def test_figures(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     logger.log_figure("plot", figures.Figure(), 5)
     logger.close()
-    assert read(logger.log_dir).Tags()["images"] == ["plot"]
+    assert read(logger.folder).Tags()["images"] == ["plot"]
 
 
 def test_other_ranks_write_nothing_and_are_told_the_version(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_other_ranks_write_nothing_and_are_told_the_version(tmp_path, monkeypatc
     logger.experiment.add_histogram("weights", torch.rand(3))
     logger.save()
     logger.close()
-    assert logger.log_dir == tmp_path / "fabricamp_logs" / "version_4"
+    assert logger.folder == tmp_path / "fabricamp_logs" / "version_4"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +141,7 @@ def test_versions_go_on_from_the_highest(tmp_path):
     for name in ("version_2", "version_10", "version_x", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     assert TensorBoardLogger(tmp_path, name="runs").version == 11
-    assert TensorBoardLogger(tmp_path, name=None).log_dir == Path(tmp_path, "version_0")
+    assert TensorBoardLogger(tmp_path, name=None).folder == Path(tmp_path, "version_0")
     with pytest.raises(ValueError, match="version=-1"):
         TensorBoardLogger(tmp_path, version=-1)
 

@@ -224,7 +224,7 @@ class StopsAt(Callback):
         ("on_train_batch_end", 2, {"min_epochs": 1}, "tstststs|"),
         ("on_train_batch_end", 2, {"min_epochs": 2}, "tstststs|tstststs|"),
         ("on_train_batch_end", 2, {"min_epochs": 1, "min_steps": 5}, "tstststs|ts|"),
-        ("on_train_batch_end", 2, {"min_epochs": 9, "max_epochs": 2}, "tstststs|tstststs|"),
+        ("on_train_batch_end", 2, {"min_epochs": 2, "max_epochs": 2}, "tstststs|tstststs|"),
         ("on_train_epoch_end", 1, {}, "tstststs|"),
         ("on_train_epoch_start", 4, {}, "tstststs|ts|"),
         ("on_train_start", 0, {}, ""),
@@ -262,7 +262,7 @@ def test_the_module_may_stop_and_take_it_back():
 def test_no_time_is_one_step(max_time):
     notes, trainer = diary(max_time=max_time)
     assert notes == "ts|"
-    assert trainer.max_epochs == math.inf
+    assert trainer.max_epochs == -1
     assert not trainer.interrupted
 
 
@@ -410,7 +410,7 @@ def test_several_validation_loaders():
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss"}
     assert metrics == {"value/dataloader_idx_0": 0.0, "value/dataloader_idx_1": 1.0, "all": 1.0}
     first, second = trainer.validate(module, [loader(12), loader(4)], verbose=False)
-    assert first == {"value/dataloader_idx_0": 0.0, "all": 1.0}
+    assert first == {"value/dataloader_idx_0": 0.0}
     assert second == {"value/dataloader_idx_1": 1.0, "all": 1.0}
     assert [len(one) for one in trainer.predict(module, [loader(12), loader(8)])] == [3, 2]
 

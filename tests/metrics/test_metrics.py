@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.metrics import Metrics, exchange
-from fabricamp.state import RunState, Scope, Stage
+from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
 from fabricamp.strategies.base import Strategy
 from tests.metrics.log_calls import log
 
@@ -25,8 +25,9 @@ from tests.metrics.log_calls import log
 class Run:
     """A Metrics with the state that the loop would keep, and what the loggers got."""
 
-    def __init__(self, scope=Scope.TRAIN_STEP, stage=Stage.FIT, batch=None):
+    def __init__(self, scope=Scope.TRAIN_STEP, stage=RunningStage.TRAINING, batch=None):
         self.state = RunState()
+        self.state.begin(TrainerFn.FITTING)
         self.state.stage, self.state.scope, self.state.batch = stage, scope, batch
         self.metrics = Metrics(self.state, Strategy())
         self.sunk = []
@@ -144,9 +145,22 @@ def test_each_of_several_dataloaders_has_keys_of_its_own(run):
             | {f"both_{fork}/dataloader_idx_{index}": float(index) for fork in ("step", "epoch")}
             for index in range(2)
         ]
-        everywhere = {"own0": 5.0, "own1": 5.0, "total": 1.0}
-        assert values == own[0] | own[1] | everywhere
-        assert run.metrics.evaluation_results(2) == [own[0] | everywhere, own[1] | everywhere]
+        for index in range(2):
+            own[index] |= {f"own{index}": 5.0}
+        assert values == own[0] | own[1] | {"total": 1.0}
+        assert run.metrics.evaluation_results(2) == [own[0] | {"total": 1.0}, own[1] | {"total": 1.0}]
+
+
+def test_a_name_may_be_of_another_dataloader_in_the_next_evaluation(run):
+    run.state.scope, run.state.num_dataloaders = Scope.EVAL_STEP, 2
+    for index in (0, 1, 0):
+        run.metrics.clear_evaluation()
+        run.state.dataloader_idx = index
+        run.log("hard", 2.0, on_step=True, on_epoch=True, add_dataloader_idx=False)
+        run.metrics.end_evaluation(1)
+        expected = [{}, {}]
+        expected[index] = {"hard_step": 2.0, "hard_epoch": 2.0}
+        assert run.metrics.evaluation_results(2) == expected
 
 
 def test_one_key_from_two_dataloaders_is_an_error(run):
@@ -158,11 +172,11 @@ def test_one_key_from_two_dataloaders_is_an_error(run):
 
 
 def test_the_sanity_check_publishes_nothing_and_leaves_nothing(run):
-    run.state.stage, run.state.scope = Stage.SANITY, Scope.EVAL_STEP
+    run.state.stage, run.state.scope = RunningStage.SANITY_CHECKING, Scope.EVAL_STEP
     run.log("acc", torch.tensor(100.0), prog_bar=True)
     assert run.metrics.end_evaluation(0) == {}
     assert (run.sunk, plain(run.metrics), run.metrics.progress_bar_metrics) == ([], {}, {})
-    run.state.stage = Stage.FIT
+    run.state.stage = RunningStage.TRAINING
     run.metrics.clear_evaluation()
     run.log("acc", torch.tensor(1.0), prog_bar=True)
     assert run.metrics.end_evaluation(0) == {"acc": 1.0}
@@ -613,3 +627,53 @@ def test_importing_the_package_imports_nothing_heavy():
     path = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=path, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- what a progress bar sees ------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_sees_a_steps_value_at_once_and_neither_loggers_nor_checkpoints_notice(run):
+    for value in (1.0, 2.0):
+        run.log("loss", torch.tensor(value), prog_bar=True)
+        run.log("other", torch.tensor(value))
+        assert run.metrics.glance() == {"loss": value}
+    assert (run.sunk, run.metrics.progress_bar_metrics, plain(run.metrics)) == ([], {}, {})
+    run.metrics.flush(2)
+    assert run.metrics.glance() == {"loss": 2.0}
+    assert run.sunk == [({"loss": 2.0, "other": 2.0}, 2)]
+
+
+class Device:
+    """Copies that arrive where a test says so, as a GPU's do."""
+
+    def __init__(self, monkeypatch):
+        self.done = False
+        monkeypatch.setattr(exchange, "_start_copy", lambda vector: (vector.clone(), self))
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.waits += 1
+
+    waits = 0
+
+
+def test_on_a_gpu_the_bar_sees_the_values_of_the_look_before_and_never_waits(run, monkeypatch):
+    device, run.metrics.reads_cpu_tensors = Device(monkeypatch), False
+    for value, done, seen in ((1.0, False, {}), (2.0, False, {}), (3.0, True, 1.0), (4.0, True, 3.0)):
+        run.log("loss", torch.tensor(value), prog_bar=True)
+        device.done = done
+        assert run.metrics.glance() == ({"loss": seen} if seen else {})
+    assert device.waits == 0
+
+
+def test_at_an_epochs_end_the_bar_shows_its_last_steps_own_values(run, monkeypatch):
+    Device(monkeypatch).done = True
+    run.metrics.reads_cpu_tensors = False
+    for value in (1.0, 2.0, 3.0):
+        run.log("x", torch.tensor(value), on_step=True, on_epoch=True, prog_bar=True)
+        run.metrics.glance()
+    run.metrics.end_train_epoch(3)
+    assert run.metrics.glance() == {"x_step": 3.0, "x_epoch": 2.0}
+    assert run.sunk == [({"x_epoch": 2.0}, 3)], "a step's values go to the loggers with a flush"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fabricamp.metrics import Metrics
-from fabricamp.state import RunState, Scope, Stage
+from fabricamp.state import RunState, Scope, TrainerFn
 from fabricamp.strategies.base import Environment, Strategy
 from tests.metrics.log_calls import log
 
@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_steps_flushes_and_epochs_do_not_wait_for_the_device():
     device = torch.device("cuda", 0)
     state, strategy = RunState(), Strategy()
-    state.stage, state.scope, state.batch = Stage.FIT, Scope.TRAIN_STEP, torch.zeros(4, device=device)
+    state.begin(TrainerFn.FITTING)
+    state.scope, state.batch = Scope.TRAIN_STEP, torch.zeros(4, device=device)
     strategy.setup_environment(Environment(), device)
     metrics = Metrics(state, strategy)
     seen = []
@@ -45,7 +46,8 @@ def test_the_host_runs_ahead_of_a_busy_device():
 
     device = torch.device("cuda", 0)
     state, strategy = RunState(), Strategy()
-    state.stage, state.scope = Stage.FIT, Scope.TRAIN_STEP
+    state.begin(TrainerFn.FITTING)
+    state.scope = Scope.TRAIN_STEP
     strategy.setup_environment(Environment(), device)
     metrics = Metrics(state, strategy)
     value = torch.ones((), device=device)

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.metrics import Metrics, exchange
 from fabricamp.metrics.slots import Published
-from fabricamp.state import RunState, Scope, Stage
+from fabricamp.state import RunState, Scope, TrainerFn
 from fabricamp.strategies.base import Environment
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from tests.distributed.ranks import run_ranks
 from tests.metrics.log_calls import log
 
 
-def build(scope=Scope.TRAIN_STEP, stage=Stage.FIT):
+def build(scope=Scope.TRAIN_STEP, fn=TrainerFn.FITTING):
     state = RunState()
-    state.scope, state.stage, state.batch = scope, stage, torch.zeros(1)
+    state.begin(fn)
+    state.scope, state.batch = scope, torch.zeros(1)
     strategy = ProcessGroupStrategy()
     environment = Environment(rank=dist.get_rank(), world_size=dist.get_world_size())
     strategy.setup_environment(environment, torch.device("cpu"))
@@ -176,6 +177,17 @@ def a_rank_without_any_batch_takes_part():
 
 
 @check
+def a_rank_without_a_batch_of_a_loader_knows_whose_its_values_are():
+    metrics, state, rank, _ = build(scope=Scope.EVAL_STEP)
+    state.num_dataloaders = 2
+    for index in range(2 if rank == 0 else 1):
+        state.dataloader_idx = index
+        log(metrics, f"own{index}", float(index), add_dataloader_idx=False)
+    metrics.end_evaluation(5)
+    assert metrics.evaluation_results(2) == [{"own0": 0.0}, {"own1": 1.0}]
+
+
+@check
 def nothing_logged_anywhere_is_fine():
     metrics, _, _, sunk = build()
     metrics.flush(1)
@@ -301,7 +313,9 @@ def test_ranks(world_size):
 @settings(max_examples=60, deadline=None)
 def test_merge_weighs_as_one_process_would(ranks):
     published = tuple(Published(mode, mode, False, mode, False, True, False) for mode in ("mean", "sum", "max"))
-    rows = [exchange.Row(published, *([part[index] for part in parts] for index in (0, 2, 1))) for parts in ranks]
+    rows = [
+        exchange.RankValues(published, *([part[index] for part in parts] for index in (0, 2, 1))) for parts in ranks
+    ]
     merged = {value.published.mode: value.reduced for value in exchange.merge(rows)}
     for index, mode in enumerate(("mean", "sum", "max")):
         present = [parts[index] for parts in ranks if parts[index][2]]

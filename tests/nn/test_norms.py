@@ -1,4 +1,4 @@
-"""Fused norms as modules and apex's functions of them; fusing what a model has."""
+"""Fused norms as modules; fusing what a model has."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import nn
 
 import fabricamp.nn
 from fabricamp.errors import ConfigError
-from fabricamp.nn import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fuse, norms
-from fabricamp.ops import dispatch, norm_kernels
+from fabricamp.nn import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fuse
+from fabricamp.ops import dispatch
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm.normalization import rms_norm
 
 H, S, B = torch.float16, torch.float32, torch.bfloat16
 PAIRS = [(FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)]
@@ -46,7 +48,7 @@ def test_widths_of_numpy():
     x = torch.randn(2, 4)
     for made in (FusedLayerNorm(np.int64(4)), MixedFusedRMSNorm(np.int64(4)), fuse(nn.LayerNorm(np.int64(4)))):
         assert made(x).shape == (2, 4)
-    assert torch.equal(norms.fused_rms_norm(x, np.int64(4)), norms.fused_rms_norm(x, 4))
+    assert torch.equal(rms_norm(x, np.int64(4)), rms_norm(x, 4))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -111,23 +113,6 @@ def test_mixed_modules_always_have_parameters():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MixedFusedRMSNorm(4, 1e-3, memory_efficient=True, device="cpu").eps == 1e-3
-
-
-def test_apex_functions_and_their_defaults():
-    x, weight, bias = torch.randn(3, 8) * 1e-3, torch.rand(8) + 0.5, torch.randn(8)
-    layer = nn.functional.layer_norm(x, (8,), weight, bias, 1e-6)
-    rms = nn.functional.rms_norm(x, (8,), weight, 1e-6)
-    torch.testing.assert_close(norms.fused_layer_norm_affine(x, weight, bias, (8,)), layer)
-    torch.testing.assert_close(norms.fused_layer_norm(x, (8,)), nn.functional.layer_norm(x, (8,), eps=1e-6))
-    torch.testing.assert_close(norms.fused_rms_norm_affine(x, weight, 8), rms)
-    torch.testing.assert_close(norms.fused_rms_norm(x, 8), nn.functional.rms_norm(x, (8,), eps=1e-6))
-    torch.testing.assert_close(norms.manual_rms_norm(x, 8, weight, 1e-6), rms)
-    torch.testing.assert_close(
-        norms.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8), layer, atol=5e-3, rtol=0
-    )
-    torch.testing.assert_close(norms.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8), rms, atol=5e-3, rtol=0)
-    assert norms.mixed_dtype_fused_layer_norm_affine(x, weight.half(), bias.half(), 8).dtype == H
-    assert norms.manual_rms_norm(x, 8, weight.half(), 1e-6).dtype == H
 
 
 class Block(nn.Module):

@@ -7,8 +7,11 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from fabricamp.ops import clusters, dispatch, layer_norm, norm_kernels, norm_plans, rms_norm
-from fabricamp.ops.norm_kernels import Norm
+from fabricamp.ops import dispatch, layer_norm, rms_norm
+from fabricamp.ops.norm import clusters
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm import plans as norm_plans
+from fabricamp.ops.norm.plans import Norm
 
 B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {S: 2e-6, H: 1.5e-3, B: 1e-2}

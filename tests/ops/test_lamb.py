@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,12 +162,12 @@ def test_lr_may_be_a_tensor(kernel_device):
     case = Case(kernel_device, "fp32")
     theirs = case.twin()
     lr = torch.tensor(0.25, device=kernel_device)
-    case.step(RULES["plain"]._replace(lr=lr))
+    case.step(replace(RULES["plain"], lr=lr))
     with references(kernel_device):
-        theirs.step(RULES["plain"]._replace(lr=lr))
+        theirs.step(replace(RULES["plain"], lr=lr))
     case.assert_near(theirs)
     theirs = Case(kernel_device, "fp32")
-    theirs.step(RULES["plain"]._replace(lr=0.25))
+    theirs.step(replace(RULES["plain"], lr=0.25))
     case.assert_near(theirs)
 
 
@@ -179,8 +180,8 @@ def test_a_measured_norm_need_not_be_measured_again(kernel_device):
     ops.finish(state, statistics, scale=state.scale, divisor=2.0, max_norm=0.5)
     assert state.norm > 1
     for limit, measured in ((None, None), (None, (state.scale, 2.0)), (1e9, None)):
-        norm = launch_norm(rows, state, limit, measured)
+        norm = launch_norm(rows, ops.Steering(state, limit), measured)
         assert norm.dtype == torch.float64
         assert norm.item() == pytest.approx(0.5, rel=1e-5)
-    assert launch_norm(rows, state, 1e-3).item() == pytest.approx(1e-3 * 203**0.5, rel=0.2)
-    assert launch_norm(rows, None, None).item() == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
+    assert launch_norm(rows, ops.Steering(state, 1e-3)).item() == pytest.approx(1e-3 * 203**0.5, rel=0.2)
+    assert launch_norm(rows, ops.Steering()).item() == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)

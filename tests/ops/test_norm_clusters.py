@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fabricamp.ops import clusters, layer_norm, norm_kernels, norm_plans
+from fabricamp.ops import layer_norm
+from fabricamp.ops.norm import clusters
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm import plans as norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
 from tests.ops.norm_checks import B, H, S, check, laid_out, near, norm_of, operands
 

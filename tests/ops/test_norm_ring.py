@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricamp.ops import clusters, dispatch, norm_kernels, norm_plans
+from fabricamp.ops import dispatch
+from fabricamp.ops.norm import clusters
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm import plans as norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
 from tests.ops.norm_checks import B, H, S, check, laid_out, norm_of, operands
 

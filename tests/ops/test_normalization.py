@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import dispatch, layer_norm, norm_kernels, norm_plans, normalization, rms_norm
+from fabricamp.ops import dispatch, layer_norm, rms_norm
+from fabricamp.ops.norm import kernels as norm_kernels
+from fabricamp.ops.norm import normalization
+from fabricamp.ops.norm import plans as norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 

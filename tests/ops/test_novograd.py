@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,10 +154,10 @@ def test_many_tensors(kernel_device):
 def test_lr_may_be_a_tensor(kernel_device):
     case = Case(kernel_device, "fp32")
     theirs, third = case.twin(), case.twin()
-    rule = RULES["inside"]._replace(lr=torch.tensor(0.25, device=kernel_device))
+    rule = replace(RULES["inside"], lr=torch.tensor(0.25, device=kernel_device))
     case.step(rule)
     with references(kernel_device):
         theirs.step(rule)
     case.assert_near(theirs)
-    third.step(rule._replace(lr=0.25))
+    third.step(replace(rule, lr=0.25))
     case.assert_near(third)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import dispatch, fused_cross_entropy, layer_norm, norm_kernels, rms_norm
+from fabricamp.ops import dispatch, fused_cross_entropy, layer_norm, rms_norm
+from fabricamp.ops.norm import kernels as norm_kernels
 from tests.cuda_on_cpu.compiler import ON_GPU
 
 RULE = {"label_smoothing": 0.1, "ignore_index": 3}

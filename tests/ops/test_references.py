@@ -170,6 +170,9 @@ def test_finite_is_anded_over_a_window_and_found_inf_is_not():
 def test_step_state_is_one_struct():
     state = ops.StepState.on("cpu", scale=8.0, hysteresis=2)
     assert state.words.shape == (ops.StepState.WORDS,)
+    declared = {name for name, kind in ops.StepState.__annotations__.items() if kind == "Tensor"}
+    assert declared == set(vars(state)) - {"words"}
+    assert declared >= set(state.state_dict())
     state.skipped.fill_(7)
     assert state.words[ops.StepState.word("skipped")].item() == 7
     assert state.words.view(torch.float32)[ops.StepState.word("scale")].item() == 8.0

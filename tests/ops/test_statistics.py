@@ -86,3 +86,21 @@ def test_the_place_of_a_bad_statistic(kernel_device, sizes, data):
     with references(kernel_device):
         statistics = ops.gradient_statistics(gradients, torch.ones((), device=kernel_device))
         assert ops.place_of_statistic(sizes, int(statistics.isnan().nonzero()), kernel_device) == bad
+
+
+def test_a_divisor_may_be_an_int(kernel_device):
+    # 2 == 2.0 is one key of a dict: whichever comes first must not decide how the other is read.
+    gradients, scale = [torch.ones(70, device=kernel_device)], torch.tensor(4.0, device=kernel_device)
+    for divisor in (2, 2.0, 5.0, 5, True):
+        mine = ops.gradient_statistics(gradients, scale, divisor)
+        assert_near(mine.double().sum(), torch.tensor(70 / (4.0 * divisor) ** 2), torch.float32)
+
+
+def test_an_answer_stays_what_it_was(kernel_device):
+    gradients, scale = [torch.ones(70, device=kernel_device)], torch.ones((), device=kernel_device)
+    first = ops.gradient_statistics(gradients, scale)
+    before = first.clone()
+    gradients[0].fill_(3.0)
+    second = ops.gradient_statistics(gradients, scale)
+    assert torch.equal(first, before)
+    assert_near(second.double().sum(), torch.tensor(630.0), torch.float32)

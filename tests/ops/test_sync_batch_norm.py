@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.ops import batch_norm_geometry, batch_norm_kernels
-from fabricamp.ops.batch_norm_exchange import BatchNormExchange
-from fabricamp.ops.sync_batch_norm import sync_batch_norm_reference
+from fabricamp.ops.batch_norm import geometry as batch_norm_geometry
+from fabricamp.ops.batch_norm import kernels as batch_norm_kernels
+from fabricamp.ops.batch_norm.exchange import BatchNormExchange
+from fabricamp.ops.batch_norm.sync_batch_norm import sync_batch_norm_reference
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 NEAR = {FULL: 1e-5, HALF: 1e-3, BRAIN: 8e-3}
@@ -168,6 +169,17 @@ def test_every_value_has_one_thread(samples, channels, inner, dtype, rows, block
         assert (tiling.splits - 1) * tiling.per_split < max(1, geometry.positions) <= tiling.splits * tiling.per_split
         assert tiling.splits == 1 or tiling.blocks <= blocks
         assert tiling.splits == 1 or tiling.blocks * width <= blocks * batch_norm_geometry.WIDEST
+
+
+@pytest.mark.parametrize("blocks", [6, 80, 264, 296])
+def test_few_blocks_wait_for_other_ranks(blocks):
+    """However many channels: of several layers' together there are less than run at once."""
+    for channels in (1, 64, 65, 256, 1280, 2048, 5000, 100_000):
+        bits = batch_norm_kernels.group_bits(channels, blocks)
+        waiting = -(-channels // (1 << bits))
+        assert 1 << bits >= batch_norm_geometry.WIDEST
+        assert waiting <= max(1, blocks // 16)
+        assert bits == 6 or -(-channels // (1 << bits - 1)) > max(1, blocks // 16)  # and no fewer than may
 
 
 @pytest.mark.parametrize("rows", [True, False])

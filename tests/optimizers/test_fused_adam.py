@@ -368,6 +368,7 @@ def test_sparse_and_unknown_things_are_refused(kernel_device):
     [
         ({"amsgrad": True}, "no amsgrad"),
         ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": torch.tensor([1e-3, 1e-4])}, "one element"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"eps": float("nan")}, "eps"),
         ({"master_weights": True}, "capturable"),

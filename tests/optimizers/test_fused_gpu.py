@@ -14,6 +14,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import references
+from tests.windows import add_up, close_window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -101,10 +102,9 @@ class Net(nn.Module):
 def trained(level, accumulate=1):
     torch.manual_seed(0)
     module, precision = Net().cuda(), OptLevel(level)
-    precision.accumulating = accumulate > 1
     precision.convert_module(module)
     optimizer = FusedAdam(module.parameters(), lr=1e-3)
-    precision.setup_optimizers(module, [optimizer], Strategy())
+    precision.setup_optimizers(module, [optimizer], Strategy(), accumulates=accumulate > 1)
     return module, precision, optimizer
 
 
@@ -112,10 +112,9 @@ def window(module, precision, optimizer, x, accumulate=1):
     for _ in range(accumulate):
         loss = precision.forward(lambda: F.mse_loss(module(precision.convert_input(x)).float(), x))
         precision.backward(loss)
-        if precision.accumulation_buffers() is not None:
-            precision.accumulate()
+        add_up(precision, optimizer)
     precision.step(optimizer, clip=Clip(1.0))
-    precision.close_window(loss.detach())
+    close_window(precision, loss.detach())
     optimizer.zero_grad()
 
 
@@ -127,18 +126,17 @@ def test_an_update_neither_allocates_nor_waits(level, accumulate):
     for _ in range(6):
         window(module, precision, optimizer, x, accumulate)
     loss = torch.zeros((), device="cuda")
-    gradients = {p: torch.randn_like(p) for p in precision.gradient_holders(optimizer)}
+    gradients = {p: torch.randn_like(p) for p in precision.gradients(optimizer).parameters}
     for step in range(5):
         for p, gradient in gradients.items():
             p.grad = gradient
-        if precision.accumulation_buffers() is not None:
-            precision.accumulate()
+        add_up(precision, optimizer)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda.set_sync_debug_mode("error")
         try:
             precision.step(optimizer, clip=Clip(1.0))
-            precision.close_window(loss)
+            close_window(precision, loss)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         if step > 0:

@@ -17,6 +17,7 @@ from fabricamp.optimizers import FusedLAMB, UnsupportedError
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
+from tests.windows import close_window
 
 
 class PlainLamb(Plain):
@@ -234,7 +235,7 @@ def test_a_precision_steers_it(kernel_device, level):
             )
             precision.backward(loss)
             precision.step(optimizer, clip=Clip(0.5))
-            precision.close_window(loss.detach())
+            close_window(precision, loss.detach())
             optimizer.zero_grad()
         runs.append([p for group in optimizer.param_groups for p in group["params"]])
     for one, other in zip(*runs, strict=True):

@@ -219,3 +219,42 @@ def test_references_see_the_same(kernel_device):
         for own in (pair.mine, pair.theirs):
             own[1].data = torch.full((7,), 5.0, device=kernel_device)
         pair.step(full[0].t().contiguous().t(), full[1][:].clone())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_learning_rate_in_a_tensor_of_one_element(kernel_device, shape, on_device):
+    pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
+    lr = torch.full(shape, 0.1, device=kernel_device if on_device else "cpu")
+    pair.optimizer = FusedAdam(pair.mine, lr=lr, weight_decay=0.1)
+    full = [numbers(kernel_device, *one.shape) for one in pair.mine]
+    for rate in (0.1, 0.03, 0.03):
+        lr.fill_(rate)
+        pair.reference.param_groups[0]["lr"] = rate
+        pair.step(*full)
+
+
+def test_two_losses_whose_parameters_one_optimizer_has(kernel_device):
+    """A step without a gradient for a parameter leaves it alone: a graph that was built before may still go through it."""
+
+    def trained(kind):
+        left, right = (nn.Parameter(torch.full((3,), value, device=kernel_device)) for value in (1.0, 2.0))
+        optimizer = kind([left, right], lr=0.1)
+        left.grad, right.grad = torch.ones_like(left), torch.ones_like(right)
+        optimizer.step()
+        first, second = left.square().sum(), right.square().sum()
+        for loss in (first, second):
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        return left, right
+
+    mine, theirs = trained(FusedAdam), trained(torch.optim.Adam)
+    for own, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    left = nn.Parameter(torch.ones(3, device=kernel_device))
+    optimizer, loss = FusedAdam([left, nn.Parameter(torch.ones(3, device=kernel_device))]), left.square().sum()
+    left.grad = torch.ones_like(left)
+    optimizer.step()  # which did write it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -15,13 +15,14 @@ from fabricamp.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedLion,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
     idle_hooks,
 )
 
-KINDS = [FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD]
+KINDS = [FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD]
 
 
 def build(kind):

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from fabricamp import ops
-from fabricamp.optimizers import LARC, FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from fabricamp.optimizers import (
+    LARC,
+    FusedAdagrad,
+    FusedLAMB,
+    FusedLion,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 from tests.cuda_on_cpu.compiler import references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -21,6 +29,7 @@ KINDS = {
     "novograd of largest": lambda p: FusedNovoGrad(p, lr=0.01, norm_type=0, reg_inside_moment=True),
     "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "adagrad": lambda p: FusedAdagrad(p, lr=0.01, lr_decay=0.1),
+    "lion": lambda p: FusedLion(p, lr=1e-3, weight_decay=0.1),
     "larc": lambda p: LARC(FusedSGD(p, lr=0.01, momentum=0.9, weight_decay=0.1)),
 }
 
@@ -140,7 +149,7 @@ def test_a_step_neither_allocates_nor_waits(kind, steered):
 
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize("kind", ["lamb", "novograd", "sgd", "adagrad", "larc"])
+@pytest.mark.parametrize("kind", ["lamb", "novograd", "sgd", "adagrad", "lion", "larc"])
 def test_parameters_on_two_devices(kind):
     mine, twin = parameters(10) + parameters(10, "cuda:1"), parameters(10) + parameters(10)
     optimizer, reference = KINDS[kind](mine), KINDS[kind](twin)
@@ -160,6 +169,7 @@ PLAIN = {
     "novograd": lambda p: FusedNovoGrad(p, lr=0.5),
     "sgd": lambda p: FusedSGD(p, lr=0.5, momentum=0.9),
     "adagrad": lambda p: FusedAdagrad(p, lr=0.5),
+    "lion": lambda p: FusedLion(p, lr=0.5),
     "larc": lambda p: LARC(FusedSGD(p, lr=0.5), trust_coefficient=1.0, clip=False),
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import references
 from tests.optimizers.twins import assert_same, captured, gradients, large, net
+from tests.windows import close_window
 
 INNER = {
     "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -254,7 +256,7 @@ def test_a_precision_steps_it(kernel_device, inner, level):
             loss = precision.forward(lambda: module(precision.convert_input(x)).float().square().mean())
             precision.backward(loss)
             precision.step(optimizer, clip=Clip(1.0))
-            precision.close_window(loss.detach())
+            close_window(precision, loss.detach())
     precision.restore_module(module)
     assert_same(module, twin, {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O4": 1e-2, "O5": 1e-2}[level])
 
@@ -274,6 +276,24 @@ def test_what_is_refused(kernel_device):
     embedding(torch.tensor([1, 2], device=kernel_device)).sum().backward()
     with pytest.raises(UnsupportedError, match="LARC got a sparse gradient"):
         LARC(torch.optim.SGD(embedding.parameters(), 0.1)).step()
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_another_state_and_other_groups_go_to_the_wrapped_optimizer(kernel_device, inner):
+    mine = [nn.Parameter(torch.ones(4, device=kernel_device))]
+    optimizer = LARC(INNER[inner](mine))
+    mine[0].grad = torch.full_like(mine[0], 0.5)
+    optimizer.step()
+    optimizer.state = defaultdict(dict)
+    assert not optimizer.optim.state
+    fresh = LARC(INNER[inner]([nn.Parameter(mine[0].detach().clone())]))
+    for one in (optimizer, fresh):
+        one.param_groups[0]["params"][0].grad = torch.full_like(mine[0], 0.5)
+        one.step()
+    assert torch.equal(mine[0], fresh.param_groups[0]["params"][0])
+    assert len(optimizer.state_dict()["state"]) == 1
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
+    assert optimizer.optim.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def hand_written(net, optimizer, batches_of_epoch, accumulate, clip):
     """Loss divided by the number of micro-batches, torch's clip, the remainder of an epoch as a step of its own."""
     step = 0
     for epoch in itertools.count():
-        batches = list(batches_of_epoch(epoch))
+        batches = batches_of_epoch(epoch)
         for index, (x, y) in enumerate(batches):
             ends = (index + 1) % accumulate == 0 or index + 1 == len(batches)
             if index % accumulate == 0:
@@ -101,11 +101,13 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
     torch.manual_seed(11)
     net = DistributedDataParallel(twin.net) if world_size > 1 else twin.net
     sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)
-    own_loader = DataLoader(dataset, BATCH, sampler=sampler)
+    shared = DataLoader(dataset, BATCH, sampler=sampler)
 
     def batches_of_epoch(epoch):
+        if world_size == 1:
+            return loader
         sampler.set_epoch(epoch)
-        return own_loader
+        return shared
 
     hand_written(net, OPTIMIZERS[optimizer](net.parameters()), batches_of_epoch, accumulate, clip)
     return differences(module, twin)
@@ -115,6 +117,7 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_single(optimizer, accumulate, clip):
+    """The loader is a plain shuffled one: torch draws its order from the generator that dropout draws from."""
     assert both_loops("single", optimizer, accumulate, clip) == []
 
 

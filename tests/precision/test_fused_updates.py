@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fabricamp.gradients.flat import Gradients
 from fabricamp.ops import bridge
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
-from fabricamp.strategies.base import Gradients, Strategy
+from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
+from tests.windows import add_up, close_window
 
 __all__ = ["kernel_device"]
 
@@ -32,15 +34,14 @@ class Net(nn.Module):
 def start(device, level, fused, accumulate=1, **options):
     torch.manual_seed(0)
     module, precision = Net().to(device), OptLevel(level, **options)
-    precision.accumulating = accumulate > 1
     precision.convert_module(module)
     kind = FusedAdam if fused else torch.optim.AdamW
     optimizer = kind(module.parameters(), lr=0.01, weight_decay=0.01, eps=1e-4)
-    precision.setup_optimizers(module, [optimizer], Strategy())
+    precision.setup_optimizers(module, [optimizer], Strategy(), accumulates=accumulate > 1)
     return module, precision, optimizer
 
 
-def backward(module, precision, device, index, accumulate=1, bad=False):
+def backward(module, precision, optimizer, device, index, accumulate=1, bad=False):
     for part in range(accumulate):
         generator = torch.Generator().manual_seed(index * 10 + part)
         x, y = (
@@ -51,8 +52,7 @@ def backward(module, precision, device, index, accumulate=1, bad=False):
         precision.backward(loss / accumulate)
         if bad:
             module.last.weight.grad.view(-1)[5] = float("inf")
-        if precision.accumulation_buffers() is not None:
-            precision.accumulate()
+        add_up(precision, optimizer)
     return loss.detach()
 
 
@@ -72,9 +72,9 @@ def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accum
         bad = level in ("O1", "O2") and index == 2
         for module, (precision, optimizer) in ((mine, ours), (twin, theirs)):
             optimizer.zero_grad()
-            loss = backward(module, precision, kernel_device, index, accumulate, bad=bad)
+            loss = backward(module, precision, optimizer, kernel_device, index, accumulate, bad=bad)
             precision.step(optimizer, clip=CLIPS[clip])
-            verdict = precision.close_window(loss)
+            verdict = close_window(precision, loss)
             skipped.append(verdict and verdict.skipped_steps)
         # The next gradients shall be those of the same weights.
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
@@ -83,13 +83,14 @@ def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accum
         for one, other in zip(mine.parameters(), twin.parameters(), strict=True):
             other.data.copy_(one)
     assert skipped[0::2] == skipped[1::2]
-    assert [v.skipped_steps for v in ours[0].drain()] == ([1, 1] if level in ("O1", "O2") else [])
+    verdicts = ours[0].verdicts
+    assert [v.skipped_steps for v in verdicts.drain()] == [1, 1] if level in ("O1", "O2") else verdicts is None
 
 
 def test_pure_half_has_the_update_of_fp32_state(kernel_device):
     module, precision, optimizer = start(kernel_device, "O3", fused=True)
     before = [p.detach().float() for p in module.parameters()]
-    backward(module, precision, kernel_device, 0)
+    backward(module, precision, optimizer, kernel_device, 0)
     gradients = [None if p.grad is None else p.grad.float() for p in module.parameters()]
     precision.step(optimizer, clip=Clip(1e-3, "value"))
     for old, gradient, p in zip(before, gradients, module.parameters(), strict=True):
@@ -104,14 +105,14 @@ def test_pure_half_has_the_update_of_fp32_state(kernel_device):
 def test_half_weights_are_the_rounded_masters_and_grad_is_left_alone(kernel_device):
     for level in ("O2", "O5"):
         module, precision, optimizer = start(kernel_device, level, fused=True)
-        backward(module, precision, kernel_device, 0)
+        backward(module, precision, optimizer, kernel_device, 0)
         assert module.last.weight.grad is not None
         precision.step(optimizer, clip=Clip(0.1))
-        for holder, master in zip(precision.gradient_holders(optimizer), updated(optimizer), strict=True):
+        for holder, master in zip(precision.gradients(optimizer).parameters, updated(optimizer), strict=True):
             assert torch.equal(holder, master.to(holder.dtype))
             assert master.grad is None or master is holder
     module, precision, optimizer = start(kernel_device, "O1", fused=True)
-    backward(module, precision, kernel_device, 0)
+    backward(module, precision, optimizer, kernel_device, 0)
     before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
     precision.step(optimizer, clip=Clip(0.1))
     for old, p in zip(before, module.parameters(), strict=True):
@@ -146,7 +147,7 @@ def test_an_update_is_three_launches(kernel_device, monkeypatch, level, clip, ex
     bridge.kernel.cache_clear()
     for index in range(2):
         optimizer.zero_grad()
-        backward(module, precision, kernel_device, index)
+        backward(module, precision, optimizer, kernel_device, index)
         launched.clear()
         precision.step(optimizer, clip=CLIPS[clip])
         assert launched == expected
@@ -158,7 +159,7 @@ def test_gradients_from_elsewhere_with_their_divisor_and_flags(kernel_device, le
     (mine, *ours), (twin, *theirs) = (start(kernel_device, level, fused) for fused in (True, False))
     results = []
     for module, (precision, optimizer) in ((mine, ours), (twin, theirs)):
-        holders = precision.gradient_holders(optimizer)
+        holders = precision.gradients(optimizer).parameters
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in holders]
         present = torch.tensor([float(index != 1) for index in range(len(holders))], device=kernel_device)
@@ -180,12 +181,15 @@ def test_hooks_that_look_see_unscaled_gradients(kernel_device, level):
         seen = []
         for module, (precision, optimizer) in ((mine, ours), (twin, theirs)):
             optimizer.zero_grad()
-            backward(module, precision, kernel_device, index)
-            precision.unscale(optimizer)
-            seen.append(module.last.weight.grad.float().clone())
-            module.last.weight.grad.mul_(0.5)
-            precision.step(optimizer, clip=Clip(0.5))
-            precision.close_window(None)
+            backward(module, precision, optimizer, kernel_device, index)
+
+            def look(module=module):
+                seen.append(module.last.weight.grad.float().clone())
+                module.last.weight.grad.mul_(0.5)
+                return Clip(0.5)
+
+            precision.step(optimizer, look=look)
+            close_window(precision, None)
         torch.testing.assert_close(*seen, rtol=5e-2, atol=5e-3)
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -195,7 +199,7 @@ def test_hooks_that_look_see_unscaled_gradients(kernel_device, level):
 def test_nothing_is_skipped_without_a_dynamic_scale(kernel_device, level):
     options = {"loss_scale": 128.0} if level == "O2" else {}
     module, precision, optimizer = start(kernel_device, level, fused=True, **options)
-    backward(module, precision, kernel_device, 0, bad=True)
+    backward(module, precision, optimizer, kernel_device, 0, bad=True)
     precision.step(optimizer, clip=Clip(1.0))
     assert module.last.weight.isnan().any()
-    assert precision.skipped_steps == 0
+    assert precision.verdicts is None

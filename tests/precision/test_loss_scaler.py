@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricamp.precision import OptLevel
 from fabricamp.precision.loss_scaler import LAG, LossScaler
@@ -97,24 +98,24 @@ def test_state_of_other_levels():
     module = torch.nn.Linear(2, 2)
     dynamic = OptLevel("O1")
     dynamic.convert_module(module)
-    dynamic._scaler.state.scale.fill_(4.0)
+    dynamic.verdicts.scaler.state.scale.fill_(4.0)
     state = dynamic.state_dict()
     assert state["level"] == "O1"
     other = OptLevel("O2", min_loss_scale=8.0)
     other.load_state_dict(state)  # before there is a scaler
     other.convert_module(module)
-    assert other._scaler.state.scale.item() == 8.0
+    assert other.verdicts.scaler.state.scale.item() == 8.0
     other.restore_module(module)
     for level in ("O4", "O0"):
         plain = OptLevel(level)
         plain.convert_module(module)
         plain.load_state_dict(state)
-        assert (plain.scale, plain.skipped_steps, plain.drain()) == (1.0, 0, [])
+        assert plain.verdicts is None
     fresh = OptLevel("O1")
     fresh.convert_module(module)
     fresh.load_state_dict(plain.state_dict())
     fresh.load_state_dict({})
-    assert fresh.scale == 2.0**16
+    assert fresh.verdicts.scale == 2.0**16
 
 
 def test_fewer_scalers_than_saved_and_more():
@@ -126,3 +127,34 @@ def test_fewer_scalers_than_saved_and_more():
     one.state.scale.fill_(64.0)
     three.load_state_dict(one.state_dict())
     assert [state.scale.item() for state in three.losses] == [64.0, 2.0, 4.0]
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_what_is_launched_and_what_only_the_host_does_are_two_halves(losses):
+    scaler, whole = (LossScaler(num_losses=losses) for _ in range(2))
+    loss = torch.ones(())
+    for window in range(6):
+        for one in (scaler, whole):
+            one.state.finite.fill_(int(window != 3))
+        with Operations() as launched:
+            scaler.launch_close(loss)
+        with Operations() as noted:
+            verdict = scaler.note_closed()
+        assert launched.count > 0
+        assert noted.count == 0
+        assert verdict == whole.close(loss)
+        assert (verdict is None) == (window < 2)
+    assert [one.applied for one in scaler.pending()] == [True, True]
+    assert scaler.known.skipped_steps == 1

@@ -80,7 +80,7 @@ def test_the_half_copy_is_always_the_rounded_master(level):
     net, precision, optimizer = prepared(level)
     for seed in range(3):
         update(net, precision, optimizer, seed)
-        for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer), strict=True):
+        for holder, master in zip(precision.gradients(optimizer).parameters, masters(optimizer), strict=True):
             assert torch.equal(holder, master.to(holder.dtype))
             assert (holder is master) == (holder.dtype is torch.float32)
 
@@ -141,7 +141,7 @@ def test_loading_refreshes_masters_with_every_bit(how):
     for key, value in other.items():
         loaded = how == "whole" or key.startswith("body") or key == "head.weight"  # tied to body.2.weight
         assert torch.equal(now[key], value) == (loaded or value.dtype is torch.int64), key
-    for holder, master in zip(precision.gradient_holders(optimizer), masters(optimizer), strict=True):
+    for holder, master in zip(precision.gradients(optimizer).parameters, masters(optimizer), strict=True):
         assert torch.equal(holder, master.to(holder.dtype))
 
 

@@ -16,6 +16,7 @@ from fabricamp.precision import Clip, OptLevel, Precision, precision_from
 from fabricamp.precision.loss_scaler import LAG, PATIENCE, LossScaler
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
+from tests.windows import add_up, close_window
 
 __all__ = ["kernel_device"]
 
@@ -54,10 +55,9 @@ class Run:
         if self.precision.name in ("O1", "O2") and not options:
             self.precision = precision_from(OptLevel(level, max_loss_scale=2.0**8), policy)
         self.accumulate = accumulate
-        self.precision.accumulating = accumulate > 1
         self.precision.convert_module(self.module)
         self.optimizers = [make(self.module.parameters())]
-        self.precision.setup_optimizers(self.module, self.optimizers, Strategy())
+        self.precision.setup_optimizers(self.module, self.optimizers, Strategy(), accumulates=accumulate > 1)
         self.windows = 0
         self.told = []
 
@@ -73,12 +73,12 @@ class Run:
             self.precision.backward(loss / self.accumulate)
             if spoil is not None:
                 dict(self.module.named_parameters())[spoil].grad.view(-1)[3] = float("nan")
-            if self.precision.accumulation_buffers() is not None:
-                self.precision.accumulate()
+            add_up(self.precision, *self.optimizers)
         if look:
-            self.precision.unscale(optimizer)
-        self.precision.step(optimizer, clip=clip, **({"loss": loss} if merged else {}))
-        self.told.append(self.precision.close_window(loss))
+            self.precision.step(optimizer, look=lambda: clip)
+        else:
+            self.precision.step(optimizer, clip=clip, **({"loss": loss} if merged else {}))
+        self.told.append(close_window(self.precision, loss))
         self.windows += 1
 
     def state(self):
@@ -106,7 +106,7 @@ def test_from_the_first_bad_window_on_nothing_is_updated(level, optimizer, accum
         for _ in range(3):
             run.window(**options)
         assert same(before, run.state())
-        told = [*run.told[LAG:], *run.precision.drain()]
+        told = [*run.told[LAG:], *run.precision.verdicts.drain()]
         assert [verdict.applied for verdict in told] == [True, True, False, False, False, False]
         assert [verdict.ends_run for verdict in told] == [False, False, True, True, True, True]
 
@@ -135,8 +135,9 @@ def test_skip_without_a_dynamic_scale(level):
         before = run.state()
         run.window("last.weight" if bad else None)
         assert same(before, run.state()) == bad
-    assert [one.skipped_steps for one in run.precision.drain()] == [1, 1]
-    assert (run.precision.scale, run.precision.lag, run.precision.follows_verdicts) == (1.0, LAG, True)
+    assert [one.skipped_steps for one in run.precision.verdicts.drain()] == [1, 1]
+    verdicts = run.precision.verdicts
+    assert (verdicts.scale, verdicts.lag, verdicts.schedules_follow) == (1.0, LAG, True)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -147,10 +148,10 @@ def test_the_lowest_bad_gradient_of_the_first_window_is_named(kernel_device, lev
     run.window("norm.bias")
     run.window("last.weight")
     run.window()
-    explanation = run.precision.explain(run.windows)
+    explanation = run.precision.verdicts.explain(run.windows)
     assert "norm.bias were not finite at step 1 (loss" in explanation  # the last window is finite: nobody else to name
     run.window("last.weight")
-    assert "of norm.bias, last.weight were" in run.precision.explain(run.windows)
+    assert "of norm.bias, last.weight were" in run.precision.verdicts.explain(run.windows)
 
 
 def test_names_follow_gradients_that_come_and_go(kernel_device):
@@ -172,9 +173,9 @@ def test_names_follow_gradients_that_come_and_go(kernel_device):
             if window == 3:
                 head.bias.grad[-1] = float("inf")
             precision.step(optimizer, loss=loss)
-            precision.close_window(loss)
-        assert [one.ends_run for one in precision.drain()] == [True, True]
-        assert precision.explain(5).startswith("the gradients of right.bias were not finite at step 3")
+            precision.verdicts.close_window(loss)
+        assert [one.ends_run for one in precision.verdicts.drain()] == [True, True]
+        assert precision.verdicts.explain(5).startswith("the gradients of right.bias were not finite at step 3")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -197,11 +198,11 @@ def test_several_optimizers_stop_together_and_have_numbers_of_their_own(kernel_d
             module.last.bias.grad[0] = float("inf")
         for optimizer in reversed(optimizers):  # the bad one is first
             precision.step(optimizer)
-        precision.close_window(loss.detach())
+        precision.verdicts.close_window(loss.detach())
         weights.append([p.detach().clone() for p in module.parameters()])
     assert same(weights[1], weights[0])
     assert same(weights[3], weights[0])
-    assert "of last.bias were" in precision.explain(4)
+    assert "of last.bias were" in precision.verdicts.explain(4)
 
 
 def test_a_step_and_the_end_of_its_window_are_one_launch(kernel_device, monkeypatch):
@@ -235,7 +236,7 @@ def test_one_launch_and_two_decide_the_same(kernel_device, level, optimizer):
         for bad in (False, False, True, False, True, True, False):
             run.window("last.weight" if bad else None, merged=merged, clip=Clip(0.1))
     assert repr(runs[0].told) == repr(runs[1].told)
-    assert repr(runs[0].precision.drain()) == repr(runs[1].precision.drain())
+    assert repr(runs[0].precision.verdicts.drain()) == repr(runs[1].precision.verdicts.drain())
     assert same(runs[0].state(), runs[1].state())
 
 
@@ -317,14 +318,14 @@ def test_a_constant_scale_of_a_policy_is_not_carried_to_a_level_that_moves_it():
     dynamic = OptLevel("O2")
     dynamic.convert_module(Net())
     dynamic.load_state_dict(run.precision.state_dict())
-    assert dynamic.scale == 2.0**16
+    assert dynamic.verdicts.scale == 2.0**16
     static = precision_from("O0", "skip")
     static.convert_module(Net())
     static.load_state_dict(dynamic.state_dict())
-    assert static.scale == 1.0
+    assert static.verdicts.scale == 1.0
     static.load_state_dict(run.precision.state_dict())
-    assert static.applied_steps == 0
-    assert static._scaler._windows == 1
+    assert static.verdicts.applied_steps == 0
+    assert static.verdicts.scaler._windows == 1
 
 
 def test_sparse_gradients_are_looked_at_and_named(kernel_device):
@@ -340,9 +341,9 @@ def test_sparse_gradients_are_looked_at_and_named(kernel_device):
         loss = precision.forward(lambda: module["a"](index).sum() + (module["b"](index) * float("inf")).sum())
         precision.backward(loss)
         precision.step(optimizer, loss=loss)
-        precision.close_window(loss)
+        precision.verdicts.close_window(loss)
         assert same(before, [p.detach() for p in module.parameters()])
-        assert "of b.weight were not finite at step 0 (loss" in precision.explain(1)
+        assert "of b.weight were not finite at step 0 (loss" in precision.verdicts.explain(1)
 
 
 def test_what_cannot_work_is_refused_by_name():
@@ -358,4 +359,5 @@ def test_what_cannot_work_is_refused_by_name():
         precision_from(Own(), "stop")
     assert type(precision_from("O0")) is Precision
     again = precision_from(precision)
-    assert (again.nan_policy, again.lag) == (None, 0)
+    again.convert_module(Net())
+    assert again.verdicts is None

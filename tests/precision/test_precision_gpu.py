@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fabricamp.precision import Clip, OptLevel
+from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.strategies.base import Strategy
+from tests.windows import add_up, close_window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -26,12 +29,11 @@ def net():
 
 def prepared(level, accumulate=1, **options):
     module, precision = net(), OptLevel(level, **options)
-    precision.accumulating = accumulate > 1
     precision.convert_module(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
     if level == "O3":  # Adam's eps of 1e-8 is 0 in half
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=True)
-    precision.setup_optimizers(module, [optimizer], Strategy())
+    precision.setup_optimizers(module, [optimizer], Strategy(), accumulates=accumulate > 1)
     return module, precision, optimizer
 
 
@@ -45,10 +47,9 @@ def window(module, precision, optimizer, x, y, accumulate=1, factor=1.0):
     for _ in range(accumulate):
         loss = precision.forward(lambda: F.cross_entropy(module(x), y))
         precision.backward(loss * factor / accumulate)
-        if precision.accumulation_buffers() is not None:
-            precision.accumulate()
+        add_up(precision, optimizer)
     precision.step(optimizer, clip=Clip(1.0))
-    return loss.detach(), precision.close_window(loss.detach())
+    return loss.detach(), close_window(precision, loss.detach())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -86,7 +87,7 @@ def test_two_windows_are_issued_behind_a_long_kernel(level):
 def test_verdicts_come_two_windows_later(level):
     parts, (x, y) = prepared(level), data()
     factors = [1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0]
-    told = [window(*parts, x, y, factor=factor)[1] for factor in factors] + parts[1].drain()
+    told = [window(*parts, x, y, factor=factor)[1] for factor in factors] + parts[1].verdicts.drain()
     assert told[:2] == [None, None]
     assert [verdict.applied for verdict in told[2:]] == [factor == 1.0 for factor in factors]
     assert (told[-1].applied_steps, told[-1].skipped_steps, told[-1].scale) == (4, 2, 2.0**14)
@@ -127,3 +128,19 @@ def test_an_lstm_is_flat_after_conversion(recwarn):
         precision.backward(precision.forward(lambda: lstm(torch.randn(3, 2, 8, device="cuda"))[0].square().mean()))
         precision.step(optimizer)
     assert not [one for one in recwarn if "contiguous chunk" in str(one.message)]
+
+
+def test_a_window_that_ends_late_writes_to_nobody_elses_memory():
+    """Kernels write the verdict into pinned memory; given up meanwhile, it is not lent to a batch."""
+    loss = torch.ones((), device="cuda")
+    scaler = LossScaler("cuda")
+    scaler.close(loss)
+    torch.cuda.synchronize()
+    size = scaler._host.numel()
+    torch.cuda._sleep(int(1e9))  # half a second
+    scaler.close(loss)
+    del scaler
+    gc.collect()
+    lent = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert not any(one.any() for one in lent)

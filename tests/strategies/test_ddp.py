@@ -16,9 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.gradients.flat import FlatGradients, Transport
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, IN_PLACE, Environment
-from fabricamp.strategies.exchange import Exchange
+from fabricamp.strategies.exchange import Exchange, elements_of
 from tests.distributed.ranks import run_ranks
+from tests.windows import summed
 
 CPU = torch.device("cpu")
 
@@ -190,23 +193,25 @@ def check_always_local():
         ours, local = Net(), Net()
         step = strategy.wrap_module(ours, ours.training_step, automatic=True, accumulates=True)
         for window in range(4):
-            sums = [torch.zeros_like(parameter) for parameter in ours.parameters()]
+            memory = GradientMemory(list(ours.parameters()), sums=True)
             expected = [torch.zeros_like(parameter) for parameter in ours.parameters()]
             strategy_buffers = [buffer.clone() for buffer in local.buffers()]
             strategy_buffers = strategy.broadcast(strategy_buffers)
             for buffer, first in zip(local.buffers(), strategy_buffers, strict=True):
                 buffer.copy_(first)
             for micro in range(2):
-                for model, total, run in ((ours, sums, step), (local, expected, local.training_step)):
+                for model, run in ((ours, step), (local, local.training_step)):
                     model.zero_grad()
                     with strategy.no_sync():
                         run(batch_of(strategy.rank, 2 * window + micro), 0).backward()
-                    for own, parameter in zip(total, model.parameters(), strict=True):
-                        own.add_(parameter.grad)
-            gradients = strategy.reduce_gradients(buffers=sums)
-            assert gradients.tensors is sums
-            assert (gradients.divisor, gradients.present) == (1.0, None)
-            for total, mean in zip(expected, sums, strict=True):
+                for own, parameter in zip(expected, local.parameters(), strict=True):
+                    own.add_(parameter.grad)
+                memory.add()
+            gradients = strategy.reduce_gradients(memory)
+            assert gradients.tensors is memory.flat.tensors
+            assert gradients.divisor == 1.0
+            assert all(flag != 0 for flag in gradients.present)
+            for total, mean in zip(expected, gradients.tensors, strict=True):
                 assert torch.allclose(strategy.reduce(total, "mean"), mean, atol=1e-7)
             assert_equal(list(ours.buffers()), list(local.buffers()))
         strategy.teardown()
@@ -384,7 +389,9 @@ def check_two_optimizers():
     assert strategy.wrap_module(pair, pair.forward, automatic=False) == pair.forward
     assert_equal(list(pair.parameters()), list(joined.parameters()))
     ranks = range(strategy.world_size)
-    ours = train_pair(pair, lambda index: batch_of(strategy.rank, index), strategy.reduce_gradients)
+    ours = train_pair(
+        pair, lambda index: batch_of(strategy.rank, index), lambda own: strategy.reduce_gradients(GradientMemory(own))
+    )
     expected = train_pair(
         joined, lambda index: torch.cat([batch_of(rank, index) for rank in ranks]), lambda parameters: None
     )
@@ -406,7 +413,7 @@ def check_presence():
         net["some"].grad = torch.tensor([3.0, float("nan")])
     if strategy.rank == strategy.world_size - 1:
         net["late"].grad = torch.zeros(2)
-    assert strategy.reduce_gradients(list(net.parameters())) is IN_PLACE
+    assert strategy.reduce_gradients(GradientMemory(list(net.parameters()))) is IN_PLACE
     mean = sum(range(strategy.world_size)) / strategy.world_size
     assert net["all"].grad is own
     assert torch.allclose(own, torch.full((2,), mean))
@@ -435,14 +442,14 @@ def check_mixed_tensors():
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2.0 * strategy.rank)
         parameters[0].grad = torch.full((4, 3), 2.0 * strategy.rank).t()
-        strategy.reduce_gradients(parameters)
+        strategy.reduce_gradients(GradientMemory(parameters))
         for parameter in parameters:
             assert parameter.grad.dtype == parameter.dtype
             assert torch.allclose(parameter.grad, torch.full_like(parameter, strategy.world_size - 1), rtol=1e-2)
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="sparse=False"):
-        strategy.reduce_gradients(list(embedding.parameters()))
+        strategy.reduce_gradients(GradientMemory(list(embedding.parameters())))
     strategy.teardown()
 
 
@@ -509,11 +516,13 @@ def average_property():
     @given(st.lists(tensors, max_size=8), st.floats(0.00001, 0.001))
     def check(drawn, megabytes):
         exchange = Exchange(world_size, megabytes)
+        size = elements_of(megabytes)
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype, _ in drawn]
         for parameter, (_, _, holders) in zip(parameters, drawn, strict=True):
             if holders >> rank & 1:
                 parameter.grad = torch.full_like(parameter, 12.0 * (rank + 1))
-        exchange.average_gradients(parameters)
+        flat = FlatGradients(parameters, Transport(), world_size, message_size=size, frozen=())
+        flat.copy_back(flat.exchange())
         for parameter, (_, _, holders) in zip(parameters, drawn, strict=True):
             holding = [other for other in range(world_size) if holders >> other & 1]
             assert (parameter.grad is None) == (not holding)
@@ -543,9 +552,9 @@ def test_one_process_is_enough():
         alone.training_step(batch_of(0, 0), 0).backward()
         assert strategy.reduce_gradients() is IN_PLACE
         assert_equal(gradients_of(net), gradients_of(alone))
-        assert strategy.reduce_gradients(buffers=[torch.ones(2)]).tensors[0].tolist() == [1.0, 1.0]
+        assert strategy.reduce_gradients(summed(torch.ones(2))).tensors[0].tolist() == [1.0, 1.0]
         strategy.wrap_module(net, net.training_step, automatic=False)
-        assert strategy.reduce_gradients(list(net.parameters())) is IN_PLACE
+        assert strategy.reduce_gradients(GradientMemory(list(net.parameters()))) is IN_PLACE
         assert_equal(gradients_of(net), gradients_of(alone))
     finally:
         strategy.teardown()

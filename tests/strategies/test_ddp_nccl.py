@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, Environment
 from tests.distributed.ranks import run_ranks
+from tests.windows import summed
 
 pytestmark = [
     pytest.mark.gpu2,
@@ -69,18 +71,18 @@ def check_manual(strategy):
     for window in range(3):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2.0 * strategy.rank + window)
-        sums = [torch.full((1000,), float(strategy.rank), device=strategy.device) for _ in range(3)]
+        sums = summed(*(torch.full((1000,), float(strategy.rank), device=strategy.device) for _ in range(3)))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if window else "default")
-        strategy.reduce_gradients(parameters)
-        strategy.reduce_gradients(buffers=sums)
+        strategy.reduce_gradients(GradientMemory(parameters))
+        strategy.reduce_gradients(sums)
         torch.cuda.set_sync_debug_mode("default")
         assert all(parameter.grad.eq(1.0 + window).all() for parameter in parameters)
-        assert all(total.eq(0.5).all() for total in sums)
+        assert all(total.eq(0.5).all() for total in sums.flat.tensors)
     parameters[0].grad = None
     if strategy.rank == 0:
         parameters[1].grad = None
-    strategy.reduce_gradients(parameters)
+    strategy.reduce_gradients(GradientMemory(parameters))
     assert parameters[0].grad is None
     assert parameters[1].grad.eq(1.5).all()
 

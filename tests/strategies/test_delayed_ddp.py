@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.precision.base import write_gradients
+from fabricamp.gradients.buckets import Piece, plan_messages
+from fabricamp.gradients.flat import FlatGradients, Transport
+from fabricamp.gradients.memory import GradientMemory
+from fabricamp.precision.plain_step import write_gradients
 from fabricamp.strategies import IN_PLACE, DelayedDDP, Environment
-from fabricamp.strategies.buckets import Piece, plan_messages
-from fabricamp.strategies.flat import FlatGradients, Transport
 from tests.distributed.ranks import run_ranks
 from tests.strategies.test_ddp import (
     Net,
@@ -31,6 +32,7 @@ from tests.strategies.test_ddp import (
     gradients_of,
     train_pair,
 )
+from tests.windows import summed
 
 CPU = torch.device("cpu")
 HALF = (torch.float16, torch.bfloat16)
@@ -53,7 +55,7 @@ class Optimizer:
 def reduced(strategy, module):
     """Averages the module's gradients and writes them into ``.grad``, as full precision does; returns what the strategy said."""
     parameters = list(module.parameters())
-    gradients = strategy.reduce_gradients(parameters)
+    gradients = strategy.reduce_gradients(GradientMemory(parameters))
     write_gradients(Optimizer(parameters), gradients)
     return gradients
 
@@ -147,7 +149,7 @@ def check_dtypes_on_the_way():
             value = torch.linspace(-1, 1, 33) * (strategy.rank + 1)
             for parameter in module:
                 parameter.grad = value[: len(parameter)].to(own)
-            gradients = strategy.reduce_gradients(list(module))
+            gradients = strategy.reduce_gradients(GradientMemory(list(module)))
             if not strategy.retain_allreduce_buffers:
                 assert {one.dtype for one in gradients.tensors} == {own if own is torch.float64 else sent}
             write_gradients(Optimizer(module), gradients)
@@ -183,7 +185,7 @@ def check_division():
         module = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
         strategy.wrap_module(module, len, automatic=False)
         module[0].grad = torch.full((3,), 60000.0, dtype=torch.float16)
-        assert torch.isfinite(strategy.reduce_gradients(list(module)).tensors[0]).all().item() == finite
+        assert torch.isfinite(strategy.reduce_gradients(GradientMemory(list(module))).tensors[0]).all().item() == finite
         strategy.teardown()
 
 
@@ -199,7 +201,7 @@ def check_where_gradients_are():
             net.zero_grad()
             step(batch_of(strategy.rank, index)).backward()
             local = net.first.weight.grad
-            gradients = strategy.reduce_gradients(list(net.parameters()))
+            gradients = strategy.reduce_gradients(GradientMemory(list(net.parameters())))
             if retain:
                 assert gradients is IN_PLACE
                 flat = {one.untyped_storage().data_ptr() for one in strategy.allreduce_buffers}
@@ -227,7 +229,7 @@ def check_unused(options):
             net.zero_grad()
             net.skip = strategy.rank in skipping
             step(batch_of(strategy.rank, window), 0).backward()
-            gradients = strategy.reduce_gradients(list(net.parameters()))
+            gradients = strategy.reduce_gradients(GradientMemory(list(net.parameters())))
             assert gradients.complete == (strategy.rank not in skipping)
             present = gradients.present.ne(0).tolist()
             assert present == [True] * 4 + [len(skipping) < strategy.world_size] * 2
@@ -257,8 +259,11 @@ def check_buffers_elsewhere():
         net = Net()
         strategy.wrap_module(net, net.training_step, automatic=True, accumulates=True)
         for window in range(3):
-            sums = [torch.full((40,), float(strategy.rank + window)), torch.full((3,), 1.0, dtype=torch.float64)]
-            gradients = strategy.reduce_gradients(buffers=sums)
+            memory = summed(
+                torch.full((40,), float(strategy.rank + window)), torch.full((3,), 1.0, dtype=torch.float64)
+            )
+            gradients = strategy.reduce_gradients(memory)
+            sums = memory.flat.tensors
             assert gradients.tensors is sums
             assert gradients.divisor == (strategy.world_size if exact else 1.0)
             mean = (strategy.world_size - 1) / 2 + window
@@ -280,7 +285,7 @@ def check_module_buffers():
                 step(batch_of(strategy.rank, 2 * window + micro), 0).backward()
                 means = strategy.all_gather(net.norm.running_mean)
                 assert not torch.equal(means[0], means[1])
-            strategy.reduce_gradients(list(net.parameters()))
+            strategy.reduce_gradients(GradientMemory(list(net.parameters())))
             means = strategy.all_gather(net.norm.running_mean)
             assert torch.equal(means[0], means[1]) == strategy.broadcast_buffers
         strategy.teardown()
@@ -336,7 +341,7 @@ def check_added_parameters(options):
         net.zero_grad()
         step(batch_of(strategy.rank, index), 0).backward()
         expected = [strategy.reduce(one.grad, "mean") for one in parameters]
-        gradients = strategy.reduce_gradients(parameters)
+        gradients = strategy.reduce_gradients(GradientMemory(parameters))
         write_gradients(Optimizer(parameters), gradients)
         for one, mean in zip(parameters, expected, strict=True):
             torch.testing.assert_close(one.grad, mean)
@@ -507,7 +512,7 @@ def check_two_optimizers():
     ranks = range(strategy.world_size)
 
     def reduce(parameters):
-        write_gradients(Optimizer(parameters), strategy.reduce_gradients(parameters))
+        write_gradients(Optimizer(parameters), strategy.reduce_gradients(GradientMemory(parameters)))
 
     ours = train_pair(pair, lambda index: batch_of(strategy.rank, index), reduce)
     expected = train_pair(
@@ -542,14 +547,14 @@ def check_mixed_tensors():
                 parameter.grad = parameter.grad.transpose(0, 1).contiguous().transpose(0, 1)
         mean = (strategy.world_size - 1) / 2
         expected = [torch.arange(one.numel()).view(one.shape) * mean for one in parameters]
-        write_gradients(Optimizer(parameters), strategy.reduce_gradients(parameters))
+        write_gradients(Optimizer(parameters), strategy.reduce_gradients(GradientMemory(parameters)))
         for parameter, wanted in zip(parameters, expected, strict=True):
             torch.testing.assert_close(parameter.grad, wanted.to(parameter.dtype), rtol=1e-2, atol=1e-2)
         assert parameters[5].grad.stride() == parameters[5].stride()
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="sparse=False"):
-        strategy.reduce_gradients(list(embedding.parameters()))
+        strategy.reduce_gradients(GradientMemory(list(embedding.parameters())))
     strategy.teardown()
 
 
@@ -587,7 +592,7 @@ def check_switched_off():
     for rounds in range(2):
         net.weight.grad, net.bias.grad = torch.full((2, 2), float(strategy.rank)), torch.full((2,), float(rounds))
         net.requires_grad_(requires_grad=rounds == 1)
-        gradients = strategy.reduce_gradients(list(net.parameters()))
+        gradients = strategy.reduce_gradients(GradientMemory(list(net.parameters())))
         assert gradients.tensors[0].eq((strategy.world_size - 1) / 2).all()
         assert gradients.tensors[1].eq(rounds).all()
     strategy.teardown()
@@ -671,7 +676,7 @@ def test_averages_of_any_parameters():
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=12), st.integers(1, 30))
 def test_messages_hold_each_piece_once_and_close_when_full(drawn, elements):
-    pieces = [Piece(size, 4, kind) for size, kind in drawn]
+    pieces = [Piece(size, kind) for size, kind in drawn]
     plan = plan_messages(pieces, elements)
     assert sorted(index for bucket in plan for index in bucket.indices) == list(range(len(pieces)))
     closed = [bucket for bucket in plan if bucket.elements >= elements]
@@ -686,7 +691,7 @@ def test_messages_hold_each_piece_once_and_close_when_full(drawn, elements):
 
 
 def test_triggers_alone_close_messages():
-    pieces = [Piece(100, 4, "a")] * 5
+    pieces = [Piece(100, "a")] * 5
     assert [bucket.indices for bucket in plan_messages(pieces, 1, {1, 3})] == [(0, 1), (2, 3), (4,)]
 
 
@@ -737,10 +742,10 @@ def test_one_process_is_enough():
         step = strategy.wrap_module(net, net.training_step, automatic=True)
         step(batch_of(0, 0), 0).backward()
         alone.training_step(batch_of(0, 0), 0).backward()
-        assert strategy.reduce_gradients(list(net.parameters())) is IN_PLACE
+        assert strategy.reduce_gradients(GradientMemory(list(net.parameters()))) is IN_PLACE
         assert_equal(gradients_of(net), gradients_of(alone))
-        sums = [torch.ones(2)]
-        assert strategy.reduce_gradients(buffers=sums).tensors is sums
+        sums = summed(torch.ones(2))
+        assert strategy.reduce_gradients(sums).tensors is sums.flat.tensors
         with pytest.raises(ConfigError, match="automatic_optimization=False"):
             strategy.wrap_module(net, net.training_step, automatic=False)
     finally:

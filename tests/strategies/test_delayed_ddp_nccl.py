@@ -1,8 +1,7 @@
-"""delayed_ddp and the class for scripts over NCCL on two GPUs: torch's bits, no race between streams, no wait of the host."""
+"""delayed_ddp over NCCL on two GPUs: ddp's weights, no race between streams, no wait of the host."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as OfTorch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, TrainingModule
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.optimizers import FusedAdam
-from fabricamp.strategies import DDP, DelayedDDP, DistributedDataParallel, Environment
+from fabricamp.strategies import DDP, DelayedDDP, Environment
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -66,42 +65,6 @@ class Deep(nn.Module):
 
 def _slow(gradient):
     torch.cuda._sleep(200_000)
-
-
-def script(options):
-    """Both models' gradients after each of some steps have equal bits."""
-    device = own_device()
-    torch.manual_seed(dist.get_rank())
-    ours = DistributedDataParallel(Deep().to(device), **options)
-    theirs = OfTorch(copy.deepcopy(ours.module), device_ids=[device.index], broadcast_buffers=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True) for model in (ours, theirs)]
-    for index in range(STEPS):
-        batch = torch.randn(32, 64, device=device)
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad(set_to_none=index % 5 != 4)
-            model(batch).square().mean().backward()
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad), (options, index)
-        for optimizer in optimizers:
-            optimizer.step()
-        junk = [torch.full((size,), float("nan"), device=device) for size in (512 * 96, 1024, 33 * 700)]
-        del junk
-
-
-def scripts():
-    join()
-    for options in (
-        {"delay_allreduce": True},
-        {},
-        {"message_size": 1, "num_allreduce_streams": 4},
-        {"message_size": 50_000},
-    ):
-        script(options)
-    dist.destroy_process_group()
-
-
-def test_scripts_have_torchs_bits_whatever_the_streams():
-    run_ranks(scripts, 2, backend=None, start_method="spawn", timeout=150)
 
 
 class Net(TrainingModule):
@@ -216,7 +179,7 @@ def strategy_alone():
             for parameter in parameters:
                 parameter.grad = None
             step(torch.randn(32, 64, device=device)).backward()
-            gradients = strategy.reduce_gradients(parameters)
+            gradients = strategy.reduce_gradients(GradientMemory(parameters))
             sums.append(torch.cat([one.flatten() for one in gradients.tensors]))
         found[name] = torch.stack(sums).cpu()
         strategy.teardown()

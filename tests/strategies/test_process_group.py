@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.strategies import DDP, Environment
+from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
+from fabricamp.optimizers import UnsupportedError
+from fabricamp.strategies import DDP, Environment, Strategy
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -178,3 +179,71 @@ def test_every_rank_gets_the_same_error_about_different_modules():
     assert others == [first, first]
     assert "ranks 0 and 2 built different modules" in first
     assert "'bias (2,) torch.float32', rank 2 has 'bias (2,) torch.float32 frozen'" in first
+
+
+class UsersError(ConfigError):
+    """One that no other process could make from its words alone."""
+
+    def __init__(self, name, value):
+        super().__init__(f"{name}={value}")
+        self.value = lambda: value
+
+
+RAISED = [
+    (CheckpointError("no room"), CheckpointError, "no room"),
+    (ConfigError("odd"), ConfigError, "odd"),
+    (DistributedError("gone"), DistributedError, "gone"),
+    (NonFiniteError("nan"), NonFiniteError, "nan"),
+    (UnsupportedError("fp8"), ConfigError, "fp8"),
+    (UsersError("size", 3), ConfigError, "size=3"),
+    (
+        OSError(28, "No space left on device"),
+        DistributedError,
+        "rank 0 failed: OSError: [Errno 28] No space left on device",
+    ),
+]
+
+
+def raised_by(call):
+    with pytest.raises(FabricampError) as caught:
+        call()
+    return caught.value
+
+
+def rank_zero_tries():
+    strategy = DDP(timeout=50)
+    strategy.setup_environment(environment(), CPU)
+    ran = []
+    assert strategy.on_rank_zero(lambda: ran.append(strategy.rank) or ("folder", 7)) == ("folder", 7)
+    assert ran == [0] * (strategy.rank == 0)
+    for error, kind, words in RAISED:
+
+        def fail(error=error):
+            raise error
+
+        found = raised_by(lambda: strategy.on_rank_zero(fail))
+        assert isinstance(found, kind)
+        assert str(found) == words
+        if strategy.rank == 0:
+            assert (found if isinstance(error, FabricampError) else found.__cause__) is error
+    strategy.agree(None)
+    for here in (0, 1):
+        found = raised_by(lambda: strategy.agree(UsersError("rank", 1) if strategy.rank == here else None))
+        assert (type(found), str(found)) == (ConfigError, "rank=1")
+    found = raised_by(lambda: strategy.agree(CheckpointError(f"file{strategy.rank % 2}")))
+    assert (type(found), str(found)) == (CheckpointError, "file0; file1")
+    strategy.teardown()
+
+
+def test_what_rank_0_cannot_do_is_raised_by_every_rank_in_class_and_words():
+    run_ranks(rank_zero_tries, 3, backend=None)
+
+
+def test_one_process_raises_what_it_is():
+    strategy = Strategy()
+    assert strategy.on_rank_zero(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        strategy.on_rank_zero(lambda: 1 / 0)
+    strategy.agree(None)
+    with pytest.raises(CheckpointError, match=r"^damaged$"):
+        strategy.agree(CheckpointError("damaged"))

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, IN_PLACE, STRATEGIES, Environment, Strategy, strategy_from
+from tests.windows import summed
 
 
 def average_hook(state, bucket):
@@ -96,7 +98,7 @@ def test_single_keeps_everything_where_it_is():
     assert strategy.wrap_module(module, step, automatic=True, accumulates=True) is step
     assert strategy.rewrap_module(step) is step
     assert strategy.reduce_gradients() is IN_PLACE
-    assert strategy.reduce_gradients(list(module.parameters())) is IN_PLACE
+    assert strategy.reduce_gradients(GradientMemory(list(module.parameters()))) is IN_PLACE
     assert strategy.broadcast([1]) == [1]
     assert strategy.all_gather_object("x") == ["x"]
     assert strategy.all_gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
@@ -109,9 +111,9 @@ def test_single_keeps_everything_where_it_is():
 
 
 def test_single_sums_elsewhere_are_what_the_update_reads():
-    buffers = [torch.ones(2)]
-    gradients = Strategy().reduce_gradients(buffers=buffers)
-    assert gradients.tensors is buffers
+    memory = summed(torch.ones(2))
+    gradients = Strategy().reduce_gradients(memory)
+    assert gradients.tensors is memory.flat.tensors
     assert gradients.divisor == 1.0
 
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from fabricamp import Callback, ConfigError, Trainer
-from fabricamp.arguments import LIGHTNINGS
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.trainer.arguments import LIGHTNINGS
 from tests.small import QUIET
 
 WRONG = {
@@ -18,11 +18,11 @@ WRONG = {
     "strategy": ["dpp", 3],
     "precision": ["O7", "01", 17],
     "max_epochs": [-2, 1.5, "3", True],
-    "max_steps": [-2, None, "3"],
+    "max_steps": [-2, "3"],
     "max_time": ["1:00", 5, {"hour": 1}, "0:0:0:x"],
     "min_epochs": [-1, 0.5],
     "min_steps": [-1, "1"],
-    "limit_train_batches": [-1, 1.5, "all", True],
+    "limit_train_batches": [-1, 1.5, "all", True, float("nan")],
     "limit_val_batches": [-0.1, "all"],
     "limit_test_batches": [2.5],
     "limit_predict_batches": [-3],
@@ -39,14 +39,14 @@ WRONG = {
     "logger": ["tensorboard", 3, [None]],
     "callbacks": [Callback, 3, "no_such_callback", [None]],
     "enable_checkpointing": ["yes", 2],
-    "enable_progress_bar": [None],
+    "enable_progress_bar": ["on"],
     "enable_model_summary": ["no"],
-    "start_method": ["popen", None],
+    "start_method": ["popen"],
     "deterministic": ["yes", 1],
     "benchmark": ["yes"],
     "detect_anomaly": ["yes"],
-    "use_distributed_sampler": [None],
-    "per_sample_seed": [None, 1],
+    "use_distributed_sampler": [2],
+    "per_sample_seed": [1],
     "sync_batchnorm": ["yes"],
     "inference_mode": [0],
     "default_root_dir": [3],
@@ -84,7 +84,7 @@ def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
 @pytest.mark.parametrize("name", LIGHTNINGS)
 def test_what_only_lightning_has_gets_the_way_it_is_done_here_and_no_wrong_guess(name):
     with pytest.raises(ConfigError, match=f"no argument '{name}', which is Lightning's; ") as error:
-        Trainer(**QUIET, **{name: None})
+        Trainer(**QUIET, **{name: 3})
     assert "did you mean" not in str(error.value)
     assert name not in inspect.signature(Trainer.__init__).parameters
 
@@ -120,6 +120,13 @@ def test_single_cannot_have_two_processes():
 def test_defaults_are_accepted_and_limits_are_whole_numbers(tmp_path):
     trainer = Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path)
     assert trainer.max_epochs == 1000
-    assert Trainer(**QUIET, max_steps=5).max_epochs == float("inf")
-    assert Trainer(**QUIET, max_epochs=-1).max_epochs == float("inf")
+    assert Trainer(**QUIET, max_steps=5).max_epochs == -1
+    assert Trainer(**QUIET, max_epochs=-1).max_epochs == -1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_completion_shows_beside_fit_what_is_the_users():
+    shown = {name for name in dir(Trainer(**QUIET)) if not name.startswith("_")}
+    assert {"fit", "validate", "test", "predict", "save_checkpoint", "stop", "callbacks", "state"} <= shown
+    internals = {"run", "become_worker", "take_callbacks", "session", "settings", "skipped_in_workers", "num_processes"}
+    assert not shown & internals

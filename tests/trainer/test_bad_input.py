@@ -198,6 +198,5 @@ def test_a_module_outside_a_trainer():
     module = Classifier()
     with pytest.raises(ConfigError, match="not attached"):
         module.trainer  # noqa: B018
-    with pytest.raises(ConfigError, match="inside a Trainer"):
-        module.log("x", 1.0)
+    module.log("x", 1.0)  # nothing to log to
     assert (module.global_step, module.current_epoch, module.global_rank) == (0, 0, 0)

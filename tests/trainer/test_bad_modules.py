@@ -69,7 +69,7 @@ def test_clip_gradients_with_what_it_does_not_know(arguments, message):
 @pytest.mark.parametrize("arguments", ["self", "self, a, b, c", "self, *, batch"])
 def test_a_training_step_with_a_signature_of_its_own(arguments):
     namespace = {}
-    exec(f"def training_step({arguments}): pass", namespace)
+    exec(f"def training_step({arguments}): return 1.0", namespace)
     with pytest.raises(ConfigError, match=r"training_step takes \(.*\); it gets \(batch\) or \(batch, batch_idx\)"):
         fit(variant(training_step=namespace["training_step"]))
 

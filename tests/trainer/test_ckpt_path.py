@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 
 import pytest
 import torch
@@ -179,15 +180,125 @@ def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
     def run():
         import importlib
 
-        fitting = importlib.import_module("fabricamp.checkpoint.fitting")
+        record = importlib.import_module("fabricamp.checkpoint.record")
 
         def refuse(path):
             raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
 
         if os.environ["RANK"] == "1":
-            fitting.read_checkpoint = refuse
+            record.read_checkpoint = refuse
         with pytest.raises(CheckpointError, match="Stale file handle"):
             fit(4, tmp_path, strategy="ddp", devices="auto")
         return True
 
     assert run_ranks(run, 2, backend=None) == [True, True]
+
+
+def rewrite(path, edit):
+    """Writes the zip anew without one member, or with a shorter one: every checksum in it is right."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+        comment = archive.comment
+    edit(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.comment = comment
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda members: members.pop("a/data/1"),
+        lambda members: members.update({"a/data/1": members["a/data/1"][:4]}),
+        lambda members: members.update({"a/byteorder": b"big"}),
+        lambda members: members.update({"a/data/1": members["a/data/1"] + b"more"}),
+    ],
+)
+def test_auto_falls_back_from_a_file_that_only_fails_when_it_is_loaded(tmp_path, caplog, edit):
+    straight, _ = fit(8, tmp_path / "straight")
+    fit(6, tmp_path / "cut")
+    newest = tmp_path / "cut" / "epoch=0-step=6.ckpt"
+    # As a version without seals wrote it, so that nothing shows before the tensors are read.
+    content = torch.load(newest, weights_only=True)
+    del content["checksum"]
+    torch.save(content, tmp_path / "cut" / "a.ckpt")
+    (tmp_path / "cut" / "a.ckpt").replace(newest)
+    rewrite(newest, edit)
+    with pytest.raises(CheckpointError, match=r"step=6\.ckpt is damaged"):
+        fit(8, tmp_path / "other", ckpt_path=newest)
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        resumed, trainer = fit(8, tmp_path / "cut")
+    assert trainer.ckpt_path == str(tmp_path / "cut" / "epoch=0-step=4.ckpt")
+    assert any("passed over" in one.getMessage() and "step=6.ckpt" in one.getMessage() for one in caplog.records)
+    for name, value in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value)
+
+
+def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(tmp_path):
+    fit(4, tmp_path)
+
+    def run():
+        import importlib
+
+        record = importlib.import_module("fabricamp.checkpoint.record")
+        read = record.read_checkpoint
+
+        def refuse(path):
+            if "step=4" in str(path):
+                raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
+            return read(path)
+
+        if os.environ["RANK"] == "1":
+            record.read_checkpoint = refuse
+        _, trainer = fit(4, tmp_path, strategy="ddp", devices="auto")
+        return trainer.ckpt_path
+
+    assert run_ranks(run, 2, backend=None) == [str(tmp_path / "epoch=0-step=2.ckpt")] * 2
+
+
+def odd_names(folder):
+    """What has a checkpoint's name and is none."""
+    folder.mkdir(exist_ok=True)
+    (folder / "nothing.ckpt").symlink_to("gone.ckpt")
+    (folder / "loop.ckpt").symlink_to("loop.ckpt")
+    (folder / "last.ckpt").mkdir()
+    os.mkfifo(folder / "pipe.ckpt")
+
+
+def test_what_looks_like_a_checkpoint_is_never_silently_no_checkpoint(tmp_path, caplog):
+    for name in ("nothing", "loop", "last", "pipe"):
+        odd_names(tmp_path / name)
+        for other in names(tmp_path / name):
+            if other != f"{name}.ckpt":
+                (tmp_path / name / other).rmdir() if other == "last.ckpt" else (tmp_path / name / other).unlink()
+        with pytest.raises(CheckpointError, match=rf"none of 1 checkpoints can be read.*{name}\.ckpt.*start anew"):
+            fit(2, tmp_path / name)
+    caplog.clear()
+    fit(4, tmp_path / "good")
+    odd_names(tmp_path / "good")
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        assert fit(6, tmp_path / "good")[1].ckpt_path == str(tmp_path / "good" / "epoch=0-step=4.ckpt")
+    assert sum("passed over" in one.getMessage() for one in caplog.records) == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving up root takes root")
+def test_a_folder_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_path):
+    folder = tmp_path / "shared"
+    fit(4, folder)
+    for one in (tmp_path, *tmp_path.parents):
+        if one.stat().st_uid == os.geteuid() and str(one).startswith("/tmp/"):
+            one.chmod(one.stat().st_mode | 0o011)
+    folder.chmod(0o733)
+
+    def run():
+        os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError, match=rf"{folder} cannot be listed \(Permission denied\).*start anew"):
+                fit(8, folder)
+        finally:
+            os.seteuid(0)
+        return True
+
+    assert run_ranks(run, 1, backend=None) == [True]
+    folder.chmod(0o755)

@@ -232,6 +232,8 @@ def content(trainer, path):
     for begun in state["data"]["position"]:
         begun.pop("begun", None)  # where the pass began does not matter once it is over
     state.pop("callbacks")
+    for own in ("loggers", "checksum"):  # each run has a log of its own
+        state.pop(own)
     return state
 
 

@@ -64,7 +64,7 @@ def test_the_trainer_answers(tmp_path):
         "gradient_clip_val": 0.5, "interrupted": False, "is_global_zero": True, "is_last_batch": False,
         "limit_predict_batches": 1.0, "limit_test_batches": 1, "limit_train_batches": 3, "limit_val_batches": 0.5,
         "local_rank": 0, "log_dir": str(tmp_path), "log_every_n_steps": 7, "logger": None, "loggers": [], "max_epochs": 2,
-        "max_steps": float("inf"), "min_epochs": 0, "min_steps": 3, "node_rank": 0, "num_devices": 1, "num_nodes": 1,
+        "max_steps": -1, "min_epochs": 0, "min_steps": 3, "node_rank": 0, "num_devices": 1, "num_nodes": 1,
         "num_sanity_val_batches": [2], "num_training_batches": 3, "num_val_batches": [2], "overfit_batches": 0,
         "predicting": False, "sanity_checking": False, "should_stop": False, "testing": False, "training": True,
         "val_check_interval": 1.0, "validating": False, "world_size": 1,

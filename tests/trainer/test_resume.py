@@ -29,6 +29,16 @@ class Counted(Dataset):
         return self.data[index]
 
 
+class Endless:
+    """A stream of batches without a length."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(loader(self.size))
+
+
 class Net(Classifier):
     """AdamW, a schedule by steps, BatchNorm; remembers which samples it saw."""
 
@@ -154,12 +164,16 @@ def test_other_loaders_are_read_past(make, tmp_path):
             parts = list(batch.values()) if isinstance(batch, dict) else [batch]
             return sum(Net.training_step(self, part, batch_idx) for part in parts)
 
-    straight, _ = fit(9, module=Summed(), train=make())
+    def seeded():
+        torch.manual_seed(4)
+        return make()
+
+    straight, _ = fit(9, module=Summed(), train=seeded())
     for cut in (2, 5):
         first, _ = fit(
             cut,
             module=Summed(),
-            train=make(),
+            train=seeded(),
             callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=cut, filename=f"cut{cut}")],
         )
         second, _ = fit(9, module=Summed(), train=make(), ckpt_path=tmp_path / f"cut{cut}.ckpt")
@@ -248,6 +262,37 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path):
     assert [place[:2] for place in module.firsts] == [(2, index) for index in range(6)]
 
 
+@pytest.mark.parametrize("make", [shuffled, lambda: Endless(24)])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_stop_behind_the_last_batch_of_an_epoch_leaves_the_next_one_whole(make, asks, tmp_path):
+    class Asks(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = trainer.should_stop or (asks and trainer.global_step == 12)
+
+    straight, _ = fit(18, train=make())
+    first, _ = fit(18 if asks else 12, train=make(), callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}"), Asks()])
+    second, _ = fit(18, train=make(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert first.firsts + second.firsts == straight.firsts
+    assert_equal(second.state_dict(), straight.state_dict())
+
+
+@pytest.mark.parametrize("make", [shuffled, lambda: Endless(24)])
+@pytest.mark.parametrize("size", [24, 4])
+def test_what_is_saved_before_the_last_batch_of_an_epoch_goes_on_with_it(make, size, tmp_path):
+    class Saves(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == last:
+                trainer.save_checkpoint(tmp_path / "before.ckpt")
+
+    last = size // 4 - 1
+    options = {"limit_train_batches": size // 4} if make is shuffled else {}
+    straight, _ = fit(2 * last + 2, train=make() if options else Endless(size), callbacks=[Saves()], **options)
+    second, _ = fit(
+        2 * last + 2, train=make() if options else Endless(size), ckpt_path=tmp_path / "before.ckpt", **options
+    )
+    assert [place[:2] for place in second.firsts] == [place[:2] for place in straight.firsts[last:]]
+
+
 @pytest.mark.parametrize("precision", LEVELS)
 def test_after_fit_the_module_and_its_file_hold_full_weights(precision, tmp_path):
     module, trainer = fit(4, precision=precision)
@@ -262,6 +307,7 @@ def test_after_fit_the_module_and_its_file_hold_full_weights(precision, tmp_path
         "amp",
         "callbacks",
         "data",
+        "loggers",
         "rng",
     }
     assert_equal(everything["state_dict"], dict(module.state_dict()))

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fabricamp import Callback, ConfigError
+from fabricamp.precision.true import TruePrecision
 from tests.small import Classifier, loader, quiet_trainer
 
 LEVELS = ["O0", "O1", "O2"]
@@ -150,7 +151,8 @@ class Everything(Callback):
         pass
 
     def on_before_backward(self, trainer, module, loss):
-        assert loss.dtype == (torch.float64 if next(module.parameters()).dtype == torch.float64 else torch.float32)
+        whole_step = isinstance(trainer.precision_plugin, TruePrecision)
+        assert loss.dtype == (next(module.parameters()).dtype if whole_step else torch.float32)
 
     def on_after_backward(self, trainer, module):
         pass

@@ -9,19 +9,9 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.apex._multi_tensor.lists import checked, in_fp32, numbers, verdict
-from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.lamb import lamb_reference, launch_lamb
-from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-]
 
 
 @torch.no_grad()
@@ -111,17 +101,9 @@ def _lamb(
     norm: Tensor,
     state: ops.StepState | None,
 ) -> None:
-    gradients, parameters, averages, squares, *rest = columns
-    copies = rest[0] if rest else None
-    device = gradients[0].device
-    norm = norm.to(device, torch.float64, non_blocking=True)
-    if not runs_kernels(device):
-        lamb_reference(gradients, parameters, averages, squares, steps, rule, copies=copies, state=state, norm=norm)
-        return
-    written: Sequence[Tensor | None] = copies or [None] * len(parameters)
-    table = Table((gradients, parameters, averages, squares, written), cells=(steps,), device=device)
-    table.set_scalars([rule.scalars()])
-    launch_lamb(table, state, None, norm)
+    gradients, parameters, averages, squares, *copies = columns
+    rows = ops.Rows(gradients, parameters, (averages, squares), (steps,), copies[0] if copies else None)
+    ops.update(rule, rows, state, norm=norm.to(gradients[0].device, torch.float64, non_blocking=True))
 
 
 @torch.no_grad()

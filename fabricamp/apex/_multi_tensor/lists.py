@@ -15,8 +15,6 @@ from fabricamp.ops.layouts import is_dense
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Lists", "TensorListError", "checked", "flag_where_not_finite", "in_fp32", "numbers", "verdict"]
-
 Lists = list[list[Tensor]]
 _FLOATING: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
@@ -87,7 +85,7 @@ def numbers(value: Tensor | float, count: int, device: torch.device) -> list[Ten
     """Returns ``count`` 0-dim fp32 tensors of ``value`` on ``device``."""
     if isinstance(value, Tensor):
         return list(value.reshape(1).to(device, torch.float32).repeat(count).unbind())
-    return list(torch.full((count,), float(value), device=device).unbind())
+    return list(torch.full((count,), float(value), dtype=torch.float32, device=device).unbind())
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.apex._multi_tensor.lists import checked
 
-__all__ = ["multi_tensor_l2norm", "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale", "multi_tensor_unscale_l2norm"]
-
 
 @torch.no_grad()
 def multi_tensor_l2norm(

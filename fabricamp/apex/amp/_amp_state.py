@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from fabricamp.errors import ConfigError
+from fabricamp.optimizers.parameters import owned_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from fabricamp.apex.amp.frontend import Properties
     from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
     from fabricamp.apex.amp.scaler import LossScaler
-
-__all__ = ["AmpError", "AmpState", "is_rank_zero", "master_params", "maybe_print", "warn_or_err"]
 
 logger = logging.getLogger("fabricamp")
 
@@ -79,5 +78,4 @@ def warn_or_err(msg: str) -> None:
 
 def master_params(optimizer: Optimizer) -> Iterator[Any]:
     """Yields what ``optimizer`` updates: fp32 masters where the model is half, with unscaled gradients after ``scale_loss``."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    yield from owned_parameters(optimizer)

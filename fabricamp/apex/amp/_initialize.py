@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,18 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fabricamp.apex._full_values import ScriptMasters
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, warn_or_err
+from fabricamp.apex.amp._boundary import CachingBoundary, OpenBoundary, forget_calls
 from fabricamp.apex.amp._process_optimizer import process_optimizer, release
 from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
 from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.errors import ConfigError
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.base import demands_closure
-from fabricamp.precision.boundary import CachingBoundary, OpenBoundary, forget_calls
 from fabricamp.precision.casting import own_tensors
-from fabricamp.precision.conversion import bound, check_autocast, convert
-from fabricamp.precision.master_weights import MasterWeights
+from fabricamp.precision.conversion import bounded, check_autocast, check_full_weights, convert
+from fabricamp.precision.plain_step import demands_closure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from fabricamp.precision.opt_levels import Level
-
-__all__ = ["AmpTypeError", "Conversion", "as_list", "begin", "release_all", "stop_casts"]
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class AmpTypeError(ConfigError, TypeError):
@@ -47,7 +43,7 @@ class Conversion:
     def __init__(self, model: nn.Module, level: Level) -> None:
         self.level = level
         self.has_masters = level.master_weights
-        self.full = MasterWeights()
+        self.full = ScriptMasters()
         self._handles: list[RemovableHandle] = []
         self._model = weakref.ref(model)
         self._device = _device_of([model], [])
@@ -65,8 +61,12 @@ class Conversion:
             keep = level.keep_batchnorm_fp32
             converted = convert(model, dtype, self.full, keep_batchnorm_fp32=keep)
             # Boundaries are plain data and stay with copies of the model; full values do not.
-            make = functools.partial(OpenBoundary, dtype, outputs, object())
-            self._handles += bound(model, converted, make, keep_batchnorm_fp32=keep)
+            root = object()
+            for one in bounded(model, converted, keep_batchnorm_fp32=keep):
+                self._handles += OpenBoundary(dtype, outputs, root).attach(one)
+            if self.has_masters:  # BatchNorms that came in half
+                adopted = [one for one in model.modules() if [own for own in own_tensors(one) if self.adopt_half(own)]]
+                self.full.watch_loading(adopted)
             self.full.watch_saving(model.modules(), exact=self.has_masters)
         if self.has_masters or (dist.is_available() and dist.is_initialized()):
             self._notice = model.register_forward_pre_hook(_WrapperNotice(self))
@@ -84,9 +84,9 @@ class Conversion:
         """
         edited = self.full.edited()
         if self.wrapper_group is None:
-            self.full.take(edited)
+            self.full.refresh(edited)
             return
-        flag = torch.tensor([float(bool(edited) or self.full.has_taken)], device=self._device)
+        flag = torch.tensor([float(bool(edited) or self.full.has_taken)], dtype=torch.float32, device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.wrapper_group)
         if flag.item():
             self.full.refresh()
@@ -96,12 +96,13 @@ class Conversion:
         if self._notice is not None:
             self._notice.remove()
 
-    def adopt_half(self, parameters: Sequence[Tensor]) -> None:
-        """Keeps fp32 values of half ``parameters`` that are in no model that was converted."""
-        for parameter in parameters:
-            known = any(parameter in one.full for one in _amp_state.conversions.values())
-            if parameter.dtype in _HALF and not known:
-                self.full.convert([parameter], parameter.dtype)
+    def adopt_half(self, tensor: Tensor) -> bool:
+        """Keeps the fp32 value of a half parameter that is in no model that was converted; returns whether this was one."""
+        known = tensor in self.full or any(tensor in one.full for one in _amp_state.conversions.values())
+        if known or tensor.dtype not in HALF_DTYPES or not isinstance(tensor, nn.Parameter):
+            return False
+        self.full.convert([tensor], tensor.dtype)
+        return True
 
     def release(self) -> None:
         """Gives the model back as it came: full values in place, no hooks."""
@@ -138,7 +139,7 @@ def _attach(handles: list[RemovableHandle], model: nn.Module, boundary: OpenBoun
 
 def _bring_up(model: nn.Module) -> None:
     """Makes half weights fp32, which only ``allow_incoming_model_not_fp32`` lets in."""
-    if any(tensor.dtype in _HALF for one in model.modules() for tensor in own_tensors(one)):
+    if any(tensor.dtype in HALF_DTYPES for one in model.modules() for tensor in own_tensors(one)):
         model.float()
 
 
@@ -166,7 +167,7 @@ def _check_models(models: Sequence[nn.Module]) -> None:
                 "only be applied to the model(s) AFTER amp.initialize; move that line below it"
             )
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dtype in _HALF[:1] and not _amp_state.allow_incoming_model_not_fp32:
+            if tensor.dtype is torch.float16 and not _amp_state.allow_incoming_model_not_fp32:
                 warn_or_err(
                     f"Found param/buffer {name} with type {tensor.type()}, expected torch.cuda.FloatTensor. amp.initialize "
                     "converts the model itself: give it the fp32 model, without .half()"
@@ -231,6 +232,8 @@ def begin(models: list[nn.Module], optimizers: list[Any], level: Level, *, patch
     device = _device_of(models, optimizers)
     if patches and level.autocast is not None:
         for model in models:
+            if not (_amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override):
+                check_full_weights(model, level.name)
             check_autocast(model, level.autocast, level.name, device.type)
     stop_casts()
     _amp_state.loss_scalers = [_scaler_of(level, device) for _ in range(level.num_losses)]
@@ -262,7 +265,7 @@ def _match_state(optimizer: Any) -> None:
         isinstance(value, torch.Tensor)
         and value.shape == parameter.shape
         and value.dtype != parameter.dtype
-        and (value.dtype in _HALF or parameter.dtype in _HALF)
+        and (value.dtype in HALF_DTYPES or parameter.dtype in HALF_DTYPES)
         for parameter, state in getattr(optimizer, "state", {}).items()
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
         for value in state.values()

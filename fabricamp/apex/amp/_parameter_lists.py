@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import torch
+from fabricamp.ops.dtypes import HALF_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fabricamp.precision.gradients import Binding
-
-__all__ = ["HALF", "ParameterLists"]
-
-HALF: Final = (torch.float16, torch.bfloat16)
 
 
 class ParameterLists:
@@ -41,7 +37,7 @@ class ParameterLists:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """Half weights."""
-        return [holder for holder, _ in self.pairs() if holder.dtype in HALF]
+        return [holder for holder, _ in self.pairs() if holder.dtype in HALF_DTYPES]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
@@ -51,7 +47,7 @@ class ParameterLists:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Weights that were not converted."""
-        return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF]
+        return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF_DTYPES]
 
     all_fp32_params = all_fp32_from_fp32_params
 
@@ -64,7 +60,7 @@ class ParameterLists:
         """The half weights of each group."""
         holders = {id(target): holder for holder, target in self.pairs()}
         return [
-            [holders[id(one)] for one in group["params"] if holders[id(one)].dtype in HALF]
+            [holders[id(one)] for one in group["params"] if holders[id(one)].dtype in HALF_DTYPES]
             for group in self.optimizer.param_groups
         ]
 

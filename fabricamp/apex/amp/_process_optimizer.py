@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fabricamp.apex.amp.scaler import LossScaler
 
-__all__ = ["AmpOptimizerState", "process_optimizer", "release"]
-
 
 def process_optimizer(optimizer: Any) -> AmpOptimizerState:
     """Returns ``optimizer._amp_stash``, made where there is none, with amp's methods on the optimizer.
@@ -38,7 +36,6 @@ def process_optimizer(optimizer: Any) -> AmpOptimizerState:
     optimizer.last_step_skipped = False
     if isinstance(optimizer, LARC):
         optimizer.optim._amp_stash = stash  # scripts give either to scale_loss
-    stash.already_patched = True
     _amp_state.optimizers.add(stash)
     return stash
 

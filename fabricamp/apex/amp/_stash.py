@@ -11,21 +11,21 @@ import torch
 
 from fabricamp import ops
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero
-from fabricamp.apex.amp._parameter_lists import HALF, ParameterLists
+from fabricamp.apex.amp._parameter_lists import ParameterLists
 from fabricamp.apex.amp.scaler import add, by_device, multiply
+from fabricamp.apex.parallel.distributed import wrappers_of
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, Gradient, pair
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
-from fabricamp.strategies.scripts import wrappers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-__all__ = ["AmpOptimizerState", "give_masters"]
 
 logger = logging.getLogger("fabricamp")
 
@@ -76,7 +76,6 @@ class AmpOptimizerState(ParameterLists):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.lazy_init_called = False
-        self.already_patched = False
         self.replaced: dict[str, Any] = {}
         self.params_have_scaled_gradients = False
         self.skips = False
@@ -96,6 +95,11 @@ class AmpOptimizerState(ParameterLists):
         self.own_step = optimizer.step
         self._zero_grad = optimizer.zero_grad
         self._add_param_group = optimizer.add_param_group
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be left out; waits for the device where that decides."""
+        return self.skips or (self._flagged and bool(self._state.found_inf))
 
     # -- before and after a backward -------------------------------------------------------------------------------------------
 
@@ -272,7 +276,7 @@ class AmpOptimizerState(ParameterLists):
         optimizer, has_masters = self.optimizer, self.has_masters
         if isinstance(optimizer, FusedOptimizer) and not optimizer._optimizer_step_pre_hooks:
             # One pass: it reads the flag, and writes the half weights too.
-            optimizer.gather(None, self.binding.copies if has_masters else None)
+            optimizer.gather(None, self.binding.copies if has_masters else None, None)
             optimizer.steer(self._state if self._flagged else None, skips=self._flagged)
             return self.own_step()
         self._leave_what_cpus_lack()
@@ -348,11 +352,13 @@ def give_masters(groups: Sequence[dict[str, Any]]) -> None:
     """Gives half weights of ``groups`` masters that came to no ``initialize``: those of a model's copy, or of a new part."""
     masters = next((one for one in _amp_state.conversions.values() if one.has_masters), None)
     if masters is not None:
-        masters.adopt_half([one for group in groups for one in group["params"]])
+        for group in groups:
+            for one in group["params"]:
+                masters.adopt_half(one)
 
 
 def _device_of(optimizer: Any) -> torch.device:
-    return next((one.device for group in optimizer.param_groups for one in group["params"]), torch.device("cpu"))
+    return next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
 
 
 def _reals(gradient: Tensor) -> Tensor:
@@ -365,7 +371,7 @@ def _own(gradient: Tensor | None) -> Tensor | None:
 
 
 def _half_on_cpu(targets: list[Tensor]) -> bool:
-    return any(target.dtype in HALF and target.device.type == "cpu" for target in targets)
+    return any(target.dtype in HALF_DTYPES and target.device.type == "cpu" for target in targets)
 
 
 def _casts_off() -> contextlib.AbstractContextManager[None]:

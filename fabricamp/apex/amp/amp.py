@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from fabricamp.apex.amp import lists
+from fabricamp.apex.amp import lists, wrap
 from fabricamp.apex.amp._amp_state import _amp_state
+from fabricamp.apex.amp.wrap import BannedError
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision import autocast
 from fabricamp.precision.autocast import float_function, half_function, promote_function
 from fabricamp.precision.opt_levels import LEVELS
@@ -35,10 +37,6 @@ class _Registered(NamedTuple):
     module: Any
     name: str
     register: Callable[[Any, str], None]
-
-
-class BannedError(ConfigError, NotImplementedError):
-    """A function that is not safe on half values."""
 
 
 _registry: list[_Registered] = []
@@ -66,8 +64,11 @@ def _register(module: Any, name: str, register: Callable[[Any, str], None]) -> N
     _registry.append(_Registered(module, name, register))
 
 
-def apply_registered(handle: AmpHandle, *, allow_banned: bool) -> None:
-    """Replaces what was registered since the last time; ``handle`` remembers what was there."""
+def apply_lists(handle: AmpHandle, device_type: str, *, allow_banned: bool) -> None:
+    """Replaces what torch.autocast does not do, and what was registered since the last time.
+
+    ``handle`` remembers what was there.
+    """
     handle._save_func(functional, "binary_cross_entropy", functional.binary_cross_entropy)
     functional.binary_cross_entropy = _binary_cross_entropy(functional.binary_cross_entropy, allow_banned=allow_banned)
     rules: dict[str, Callable[[Any, str], None]] = {
@@ -76,11 +77,15 @@ def apply_registered(handle: AmpHandle, *, allow_banned: bool) -> None:
         "promote": autocast.register_promote_function,
         "none": functools.partial(_leave, handle),
     }
-    listed = [_Registered(module, name, rules[rule]) for module, name, rule in lists.changed() if hasattr(module, name)]
+    found = [*lists.beside_autocast(device_type), *lists.changed()]
+    listed = [_Registered(module, name, rules[rule]) for module, name, rule in found if hasattr(module, name)]
     for module, name, register in [*listed, *_registry]:
         handle._save_func(module, name, getattr(module, name))
         register(module, name)
     _registry.clear()
+    for module, name, rule in lists.in_place():
+        refuses = wrap.err_if_any_half if module is torch else wrap.err_if_arg0_half
+        (refuses if rule == "float" else wrap.promote_match_arg0)(module, name, handle)
 
 
 def _leave(handle: AmpHandle, module: Any, name: str) -> None:
@@ -102,7 +107,7 @@ def _binary_cross_entropy(original: Callable[..., Any], *, allow_banned: bool) -
     @functools.wraps(original)
     def run(*args: Any, **options: Any) -> Any:
         tensors = [one for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
-        half = any(one.dtype in (torch.float16, torch.bfloat16) for one in tensors)
+        half = any(one.dtype in HALF_DTYPES for one in tensors)
         if half and not allow_banned and any(torch.is_autocast_enabled(one.device.type) for one in tensors):
             raise BannedError(
                 "amp does not work out-of-the-box with binary_cross_entropy on half values, whose logarithm overflows. Use "

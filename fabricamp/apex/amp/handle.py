@@ -13,6 +13,7 @@ from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero, ma
 from fabricamp.apex.amp._process_optimizer import process_optimizer
 from fabricamp.apex.amp._stash import give_masters
 from fabricamp.errors import ConfigError, NonFiniteError
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.autocast import Autocast, without_autocast
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def backward_pass(
 ) -> Iterator[Tensor]:
     """Yields the scaled loss, outside of casts: backward runs in the dtypes that forward chose.  Then unscales."""
     handle = _amp_state.handle
-    wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    wide = loss.float() if loss.dtype in HALF_DTYPES else loss
     if loss.is_cuda and scaler.device.type == "cpu" and (handle.is_active() or not scaler.is_one):
         raise AmpError(
             "the model was on the CPU in amp.initialize, and its loss is on a GPU; call model.cuda() before amp.initialize"
@@ -226,7 +227,7 @@ class AmpHandle:
         self._loss_scale = loss_scale
         self._enable_caching = enable_caching
         self._verbose = verbose
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, bool]] = []
         self._casts: Autocast | None = None
         self._off: Autocast | None = None
         self._device_type = "cpu"
@@ -234,10 +235,10 @@ class AmpHandle:
 
     def start(self, device_type: str, dtype: torch.dtype, *, allow_banned: bool = False) -> None:
         """Turns casts on, with the functions that scripts have registered."""
-        from fabricamp.apex.amp.amp import apply_registered
+        from fabricamp.apex.amp.amp import apply_lists
 
         self._device_type = device_type
-        apply_registered(self, allow_banned=allow_banned)
+        apply_lists(self, device_type, allow_banned=allow_banned)
         self._casts = Autocast(device_type, dtype)
         self._casts.__enter__()
         self._off = without_autocast(device_type)
@@ -296,13 +297,16 @@ class AmpHandle:
 
     def _save_func(self, mod: Any, fn: str, func: Callable[..., Any]) -> None:
         """Remembers what ``mod.fn`` was, for :meth:`_deactivate`."""
-        self._replaced.append((mod, fn, func))
+        self._replaced.append((mod, fn, func, fn in vars(mod)))
 
     def _deactivate(self) -> None:
         """Turns casts off, and puts back every function that was replaced."""
         while self._replaced:
-            module, name, function = self._replaced.pop()
-            setattr(module, name, function)
+            module, name, function, was_its_own = self._replaced.pop()
+            if was_its_own:
+                setattr(module, name, function)
+            else:  # a method of its base's
+                delattr(module, name)
         if self._casts is None:
             return
         torch.clear_autocast_cache()

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fabricamp.errors import ConfigError
 from fabricamp.precision.autocast import float_function, half_function, promote_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["cached_cast", "make_cast_wrapper", "promote"]
+__all__ = [
+    "BannedError",
+    "cached_cast",
+    "err_if_any_half",
+    "err_if_arg0_half",
+    "make_cast_wrapper",
+    "promote",
+    "promote_match_arg0",
+]
+
+
+class BannedError(ConfigError, NotImplementedError):
+    """A function that is not safe on half values."""
 
 
 def make_cast_wrapper(
@@ -37,6 +53,72 @@ def cached_cast(
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """Makes ``mod.fn`` take the widest dtype of its arguments until ``handle`` ends."""
     _replace(mod, fn, promote_function, handle)
+
+
+def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None = None) -> None:
+    """Makes the in-place function ``mod.fn`` refuse half tensors until ``handle`` ends, with ``custom_err_msg`` where given."""
+    message = custom_err_msg or (
+        f"Cannot call in-place function {fn} with fp16 arguments, whose results it would round; call {fn[:-1]}, which gives fp32"
+    )
+
+    def check(args: Any) -> Any:
+        if any(_is_cast_to_half(one) for one in args):
+            raise BannedError(message)
+        return args
+
+    _replace_in_place(mod, fn, check, handle)
+
+
+def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Makes the in-place method ``mod.fn`` refuse to write into half tensors until ``handle`` ends."""
+    message = (
+        f"Cannot call in-place method {fn} on fp16 Tensors, which it would round; call {fn[:-1]}, which gives fp32, or bring the "
+        "tensor to fp32 before"
+    )
+
+    def check(args: Any) -> Any:
+        if _is_cast_to_half(args[0]):
+            raise BannedError(message)
+        return args
+
+    _replace_in_place(mod, fn, check, handle)
+
+
+def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Makes the other arguments of the in-place method ``mod.fn`` come in the dtype of the first until ``handle`` ends."""
+
+    def match(args: Any) -> Any:
+        first, *others = args
+        if not torch.is_autocast_enabled(first.device.type) or not first.is_floating_point():
+            return args
+        return [first, *(one.to(first.dtype) if _is_floating(one) else one for one in others)]
+
+    _replace_in_place(mod, fn, match, handle)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_cast_to_half(value: Any) -> bool:
+    """Whether ``value`` is of the dtype that functions are cast to, where they are."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    kind = value.device.type
+    return torch.is_autocast_enabled(kind) and value.dtype is torch.get_autocast_dtype(kind)
+
+
+def _replace_in_place(mod: Any, fn: str, prepare: Callable[[Any], Any], handle: Any) -> None:
+    original = getattr(mod, fn, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def run(*args: Any, **options: Any) -> Any:
+        return original(*prepare(args), **options)
+
+    handle._save_func(mod, fn, original)
+    setattr(mod, fn, run)
 
 
 def _replace(mod: Any, fn: str, rule: Callable[..., Any], handle: Any) -> None:

@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp import ops
+from fabricamp.apex._full_values import ScriptMasters
 from fabricamp.apex.fp16_utils.fp16util import clip_grad_norm
 from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.gradients.flat import IN_PLACE
+from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, pair
-from fabricamp.precision.master_weights import MasterWeights, round_to
-from fabricamp.strategies.base import IN_PLACE
+from fabricamp.precision.master_weights import round_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,14 +57,14 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        self._masters = MasterWeights()
-        self._convert([one for group in init_optimizer.param_groups for one in group["params"]])
+        self._masters = ScriptMasters()
+        self._convert(owned_parameters(init_optimizer))
         self._binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
 
     def _convert(self, parameters: list[Tensor]) -> None:
         """Takes note of the fp32 values of half ``parameters``."""
         for one in parameters:
-            if one.dtype in (torch.float16, torch.bfloat16):
+            if one.dtype in HALF_DTYPES:
                 self._masters.convert([one], one.dtype)
 
     def maybe_print(self, msg: str) -> None:
@@ -131,7 +134,7 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         """Limits the norm of the masters' gradients; returns what it was, -1 after an overflow."""
         if self.overflow:
             return -1
-        return clip_grad_norm([one for group in self.param_groups for one in group["params"]], max_norm, norm_type)
+        return clip_grad_norm(owned_parameters(self), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps, or leaves the step out after an overflow; ``closure`` runs forward and ``backward(loss)`` of this object."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.precision.casting import cast_floating, own_tensors
+from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ class tofp16(nn.Module):  # noqa: N801  # apex's name
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # apex's name
     """Brings every BatchNorm with weights in ``module`` to fp32, in place; returns ``module``."""
     for one in module.modules():
-        if isinstance(one, _BatchNorm) and one.affine:
+        if isinstance(one, AnyBatchNorm) and one.affine:
             one.float()
     return module
 
@@ -66,7 +66,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Brings ``network`` to ``dtype`` in place, except BatchNorms with weights; returns it."""
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
+        if isinstance(module, AnyBatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):

@@ -69,7 +69,7 @@ class DynamicLossScaler(LossScaler):
 
     @staticmethod
     def _has_inf_or_nan(*tensors: Tensor) -> bool:
-        one = torch.ones((), device=tensors[0].device)
+        one = torch.ones((), dtype=torch.float32, device=tensors[0].device)
         return not bool(torch.isfinite(ops.gradient_statistics(tensors, one).sum()))
 
     def update_scale(self, overflow: bool) -> None:

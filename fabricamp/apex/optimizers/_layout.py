@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
     from fabricamp.optimizers.rows import Part
 
-__all__ = ["Overflow", "StepInGroup"]
 
-
-class Overflow:
+class OverflowBuffer:
     """Gives an optimizer ``_dummy_overflow_buf``, the flag that apex's optimizers passed to ``amp_C``."""
 
     param_groups: list[dict[str, Any]]
@@ -28,7 +26,7 @@ class Overflow:
         return torch.zeros(1, dtype=torch.int32, device=parameters[0].device if parameters else "cpu")
 
 
-class StepInGroup(Overflow, FusedOptimizer):
+class StepInGroup(OverflowBuffer, FusedOptimizer):
     """Shows the step of a group as ``group["step"]`` too, as apex does; it is counted for each parameter all the same.
 
     The entry is a 0-dim tensor, the count of the group's first parameter that has state: skipped steps are not in it, and reading

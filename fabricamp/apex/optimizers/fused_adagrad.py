@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
-from fabricamp.apex.optimizers._layout import Overflow
+from fabricamp.apex.optimizers._layout import OverflowBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["FusedAdagrad"]
 
 
-class FusedAdagrad(Overflow, optimizers.FusedAdagrad):
+class FusedAdagrad(OverflowBuffer, optimizers.FusedAdagrad):
     """:class:`fabricamp.optimizers.FusedAdagrad` with the attributes that scripts read."""
 
     @property

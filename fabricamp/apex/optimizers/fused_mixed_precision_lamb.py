@@ -1,7 +1,11 @@
-"""apex's FusedMixedPrecisionLamb, which fabricamp's is as it stands."""
+"""apex's FusedMixedPrecisionLamb."""
 
 from __future__ import annotations
 
-from fabricamp.optimizers import FusedMixedPrecisionLamb
+from fabricamp import optimizers
 
 __all__ = ["FusedMixedPrecisionLamb"]
+
+
+class FusedMixedPrecisionLamb(optimizers.FusedMixedPrecisionLamb):
+    """:class:`fabricamp.optimizers.FusedMixedPrecisionLamb` by apex's name."""

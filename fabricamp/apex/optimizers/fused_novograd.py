@@ -37,5 +37,6 @@ class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
                 if state:
                     norms[parameter.dtype is not torch.float16].append(state["exp_avg_norm"].detach())
             if norms[0] or norms[1]:
-                saved["exp_avg_sq"] = [torch.stack(one) if one else torch.zeros(0) for one in norms]
+                nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+                saved["exp_avg_sq"] = [torch.stack(one) if one else nothing for one in norms]
         return result

@@ -1,7 +1,11 @@
-"""LARC where apex had it."""
+"""LARC where apex had it: in a module of its own name, which is what ``apex.parallel.LARC`` is."""
 
 from __future__ import annotations
 
-from fabricamp.optimizers import LARC
+from fabricamp import optimizers
 
 __all__ = ["LARC"]
+
+
+class LARC(optimizers.LARC):
+    """:class:`fabricamp.optimizers.LARC` by apex's name."""

@@ -1,12 +1,20 @@
-"""apex's distributed training: the wrapper, SyncBatchNorm, LARC."""
+"""apex's distributed training: the wrapper, SyncBatchNorm, and the module LARC."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeVar
+
 from torch.distributed import ReduceOp
 
-from fabricamp.apex.parallel.LARC import LARC
-from fabricamp.nn import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-from fabricamp.strategies.scripts import DistributedDataParallel, Reducer
+from fabricamp import nn
+from fabricamp.apex.parallel import LARC
+from fabricamp.apex.parallel.distributed import DistributedDataParallel, Reducer
+from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+from fabricamp.nn import create_syncbn_process_group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.nn import Module as AnyModule
 
 __all__ = [
     "LARC",
@@ -17,3 +25,16 @@ __all__ = [
     "convert_syncbn_model",
     "create_syncbn_process_group",
 ]
+
+Module = TypeVar("Module", bound="AnyModule")
+
+
+def convert_syncbn_model(
+    module: Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> Module:
+    """:func:`fabricamp.nn.convert_syncbn_model`, with layers that are this package's :class:`SyncBatchNorm`."""
+    result = nn.convert_syncbn_model(module, process_group, channel_last)
+    for layer in result.modules():
+        if type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = SyncBatchNorm
+    return result

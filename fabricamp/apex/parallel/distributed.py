@@ -1,17 +1,54 @@
-"""The wrapper where apex had it, and its helpers: collectives on many tensors at once."""
+"""apex's DistributedDataParallel and Reducer, for training scripts with a loop of their own, and the helpers beside them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import inspect
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fabricamp.apex._extensions.apex_C import flatten, unflatten
-from fabricamp.strategies.scripts import DistributedDataParallel, Reducer
+from fabricamp.apex._full_values import share_full_values
+from fabricamp.apex.parallel._flat_calls import (
+    apply_flat_dist_call,
+    extract_tensors,
+    flat_dist_call,
+    flatten,
+    import_flatten_impl,
+    split_by_type,
+    split_half_float_double,
+    unflatten,
+)
+from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
+from fabricamp.apex.parallel._outputs import on_backward
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.gradients.flat import Transport
+from fabricamp.say_once import say_once
+from fabricamp.strategies.base import Environment
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.exchange_options import (
+    checked_communicators,
+    checked_count,
+    checked_switch,
+    checked_transport,
+    checked_triggers,
+    marked,
+)
+from fabricamp.strategies.overlapped import Overlap, lanes_for
+from fabricamp.strategies.process_group import ProcessGroupStrategy
+from fabricamp.torch_private import call_at_end_of_backward, current_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from fabricamp.strategies.overlapped import Lane
 
 __all__ = [
     "DistributedDataParallel",
@@ -24,54 +61,281 @@ __all__ = [
     "split_by_type",
     "split_half_float_double",
     "unflatten",
+    "wrappers_of",
 ]
 
-
-def import_flatten_impl() -> None:
-    """Does nothing: there is one ``flatten``, and it is here."""
-
-
-def apply_flat_dist_call(
-    bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
-) -> None:
-    """Runs ``call`` (``dist.all_reduce``, which averages here, ``dist.broadcast``) on ``bucket``, tensors of one dtype, as one."""
-    flat = flatten(bucket)
-    call(flat, *(extra_args or ()))
-    if call is dist.all_reduce:
-        flat /= dist.get_world_size()
-    for tensor, piece in zip(bucket, unflatten(flat, bucket), strict=True):
-        tensor.copy_(piece)
+_WITHOUT_MEANING: Final = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
+"""Arguments of torch's class: batches are moved by the script, and the rest is always so or never needed here."""
 
 
-def flat_dist_call(
-    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
-) -> None:
-    """Runs ``call`` on ``tensors``, those of one dtype as one."""
-    for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, call, extra_args)
+class DistributedDataParallel(nn.Module):
+    """Wraps ``module`` so that backward leaves gradients averaged over all processes in ``.grad``.
+
+    Messages of ``message_size`` elements leave while backward runs (or each as one of ``allreduce_trigger_params`` has its
+    gradient); with ``delay_allreduce`` everything leaves at its end.  Parameters and buffers start as rank 0's.  Keywords of
+    torch's class of this name are taken too.
+
+    >>> model = DistributedDataParallel(nn.Linear(2, 1), delay_allreduce=True)  # doctest: +SKIP
+    """
+
+    _enabled = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: object = None,
+        allreduce_trigger_params: Sequence[Tensor | str] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: object = None,
+        prof: bool = False,
+        *,
+        allreduce_dtype: torch.dtype | None = None,
+        broadcast_buffers: bool = False,
+        process_group: object = None,
+        **of_torch: Any,
+    ) -> None:
+        super().__init__()
+        self.message_size = checked_count("message_size", message_size)
+        self.delay_allreduce = checked_switch("delay_allreduce", delay_allreduce)
+        self.allreduce_trigger_params = checked_triggers(allreduce_trigger_params)
+        self.num_allreduce_streams = checked_count("num_allreduce_streams", num_allreduce_streams)
+        self.allreduce_communicators = checked_communicators(allreduce_communicators, self.num_allreduce_streams)
+        self.retain_allreduce_buffers = checked_switch("retain_allreduce_buffers", retain_allreduce_buffers)
+        self.broadcast_buffers = checked_switch("broadcast_buffers", broadcast_buffers)
+        self.prof = checked_switch("prof", prof)
+        self.transport = checked_transport(
+            allreduce_dtype,
+            always_fp32=allreduce_always_fp32,
+            average=gradient_average,
+            predivide=gradient_predivide_factor,
+        )
+        self._check_combination(shared_param, process_group, of_torch)
+        self.module = module
+        self.rank, self.world_size = _share(module)
+        self._open()
+        if self._overlaps:
+            self._open_lanes()
+
+    def _open(self) -> None:
+        """Makes what belongs to this process: a copy or pickle of the wrapper has its own."""
+        self._layout = ModuleLayout(
+            self.module,
+            self.transport,
+            self.world_size,
+            self.rank,
+            message_size=math.inf if self.delay_allreduce else self.message_size,
+            triggers=self.allreduce_trigger_params,
+        )
+        _wrappers.add(self)
+        self._overlaps = not self.delay_allreduce and self.world_size > 1
+        self._lanes: list[Lane] = []
+        self._overlap: Overlap | None = None
+        self._task = -1
+        self._handles: list[RemovableHandle] = []
+
+    def _open_lanes(self) -> None:
+        # Not for a copy before it trains: one rank alone may make one, to average weights, and all have to open a group.
+        device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
+        # Other wrapped modules use the default group too.
+        self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, device, default=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_layout", "_overlaps", "_lanes", "_overlap", "_task", "_handles")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._open()
+
+    def _check_combination(self, shared_param: object, process_group: object, of_torch: dict[str, Any]) -> None:
+        if shared_param is not None:
+            raise ConfigError(
+                "shared_param is not needed: parameters that modules share are exchanged once; leave it out"
+            )
+        if self.delay_allreduce and (self.num_allreduce_streams > 1 or self.allreduce_trigger_params):
+            raise ConfigError(
+                "delay_allreduce=True exchanges after backward, in one piece; leave num_allreduce_streams and "
+                "allreduce_trigger_params out, or delay_allreduce"
+            )
+        if process_group is not None:
+            raise ConfigError("process_group: gradients are averaged over all processes; leave it out")
+        for name in of_torch:
+            if name not in _WITHOUT_MEANING:
+                known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_WITHOUT_MEANING]
+                raise TypeError(f"DistributedDataParallel has no argument {name!r}{nearest(name, known)}")
+        _tell_of([name for name, value in of_torch.items() if value])
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; a backward through what it returns exchanges gradients."""
+        if self.world_size == 1:
+            return self.module(*args, **kwargs)
+        if self.broadcast_buffers and self._enabled:
+            Exchange(1, DEFAULT_BUCKET_MB).broadcast(list(self.module.buffers()))
+        output = self.module(*args, **kwargs)
+        if self._enabled and torch.is_grad_enabled():
+            trains = self._follow_layout()
+            if trains and not on_backward(output, self._begin) and self.training:
+                self._listen_to_parameters()
+        return output
+
+    def _follow_layout(self) -> bool:
+        """Takes in what has changed in the parameters; returns whether there are any to train."""
+        flat = self._layout.refresh()
+        overlap = self._overlap
+        if self._overlaps and (overlap is None or overlap.flat is not flat):
+            if overlap is not None:
+                overlap.detach()
+            if not self._lanes:
+                self._open_lanes()
+            self._overlap = Overlap(flat, self._lanes) if flat.messages else None
+        return bool(flat.messages)
+
+    def _listen_to_parameters(self) -> None:
+        """For a module whose output shows no tensors: any gradient says that a backward runs."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _: self._begin())
+            for parameter in self.module.parameters()
+            if parameter.requires_grad
+        ]
+
+    def enable_allreduce(self) -> None:
+        """Lets forwards from now on be followed by an exchange."""
+        self._enabled = True
+
+    def disable_allreduce(self) -> None:
+        """Leaves the gradients of forwards from now on local: all micro-batches of a step but the last."""
+        self._enabled = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose forwards leave gradients local."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether forwards of now are followed by an exchange; by the name that it has in torch's class."""
+        return self._enabled
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Set it where parameters came in a way that cannot be noticed; the next forward then looks at all of them."""
+        return self._layout.stale
+
+    @needs_refresh.setter
+    def needs_refresh(self, value: bool) -> None:
+        self._layout.stale = value
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """The flat tensors that ``.grad`` are views of, where ``retain_allreduce_buffers`` was given."""
+        flat = self._layout.flat
+        return [] if flat is None or not self.retain_allreduce_buffers else [one.result for one in flat.messages]
+
+    def _begin(self) -> None:
+        """Called as a backward begins: its end is the time to receive."""
+        task = current_backward()
+        if task == self._task:
+            return
+        self._task = task
+        call_at_end_of_backward(self._finish)
+        if self._overlap is not None:
+            self._overlap.begin()
+
+    def _finish(self) -> None:
+        overlap, layout = self._overlap, self._layout
+        with marked("exchange of gradients", layout.device) if self.prof else contextlib.nullcontext():
+            if overlap is None:
+                layout.exchange()
+                return
+            flat = overlap.flat
+            flat.write_back(overlap.finish())
+            if flat.missing and overlap.behind:
+                layout.differences.tell_of_delay(flat.missing, overlap.behind)
 
 
-def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Returns the tensors by the name of their type (``"torch.HalfTensor"``), in order."""
-    buckets: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault(str(tensor.type()), []).append(tensor)
-    return buckets
+class Reducer:
+    """Averages gradients over all processes when :meth:`reduce` is called: those of a module's parameters, or given tensors.
+
+    A module's parameters and buffers become rank 0's at once; its ``.grad`` are views of flat memory afterwards.
+
+    >>> reducer = Reducer(nn.Linear(2, 1))  # doctest: +SKIP
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Sequence[Tensor]) -> None:
+        self._tensors: list[Tensor] = []
+        self._layout: ModuleLayout | None = None
+        if isinstance(module_or_grads_list, nn.Module):
+            rank, self._world_size = _share(module_or_grads_list)
+            self._layout = ModuleLayout(module_or_grads_list, Transport(), self._world_size, rank)
+            return
+        self._world_size = dist.get_world_size()
+        self._tensors = list(module_or_grads_list)
+        if not all(isinstance(one, Tensor) for one in self._tensors):
+            raise ConfigError("Reducer takes a module, or a list of tensors to average in place")
+
+    def reduce(self) -> None:
+        """Averages; every process calls it."""
+        if self._world_size == 1:
+            return
+        if self._layout is None:
+            Exchange(self._world_size, DEFAULT_BUCKET_MB).average(self._tensors)
+        else:
+            self._layout.refresh()
+            self._layout.exchange()
 
 
-def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors by dtype: those of fp16, of fp32 and so on, none of them empty."""
-    return list(split_by_type(tensors).values())
+def _share(module: nn.Module) -> tuple[int, int]:
+    """Gives every rank rank 0's parameters and buffers, after a check that all built the same; returns rank and world size."""
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group yet; call torch.distributed.init_process_group(...) first")
+    registrations.begin()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        peers = ProcessGroupStrategy()
+        peers.environment = Environment(rank=rank, world_size=world_size)
+        peers.device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        peers.share_module(module)
+        share_full_values(module, Exchange(1, DEFAULT_BUCKET_MB).broadcast)
+    return rank, world_size
 
 
-def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends the tensors in ``maybe_tensor``, a tensor or nested iterables of such, to ``tensor_list``."""
-    if isinstance(maybe_tensor, Tensor):
-        tensor_list.append(maybe_tensor)
-        return
-    try:
-        entries = iter(maybe_tensor)
-    except TypeError:
-        return
-    for entry in entries:
-        extract_tensors(entry, tensor_list)
+def _tell_of(names: Sequence[str]) -> None:
+    """Says once which arguments of torch's class change nothing here."""
+    if names and dist.is_initialized() and dist.get_rank() == 0:
+        say_once(
+            f"fabricamp: DistributedDataParallel takes {', '.join(names)} and has no use for them: batches are moved by the "
+            "script, parameters without gradients are always found, .grad are always views of flat memory",
+            logging.INFO,
+        )
+
+
+def wrappers_of(parameters: set[int]) -> list[DistributedDataParallel]:
+    """Returns the wrappers around a module that has one of ``parameters`` (ids)."""
+    return [one for one in _wrappers if any(id(parameter) in parameters for parameter in one.module.parameters())]
+
+
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()

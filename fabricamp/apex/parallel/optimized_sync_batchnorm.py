@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from fabricamp.nn import SyncBatchNorm
+from fabricamp import nn
 
 __all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """:class:`fabricamp.nn.SyncBatchNorm` by apex's name."""

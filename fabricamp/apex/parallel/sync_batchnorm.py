@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fabricamp.nn import SyncBatchNorm
+from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm"]

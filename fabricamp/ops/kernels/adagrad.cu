@@ -1,5 +1,10 @@
 // Adagrad: columns gradient, parameter, sum of squares, half copy; cell 0 is the step count.
+// ops: adagrad
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, float, None) KIND(1, __half, float, float, __half)
+#endif
 
 enum Scalar { LR, EPS, WEIGHT_DECAY, LR_DECAY, DECOUPLED, MAXIMIZE };
 

@@ -1,5 +1,10 @@
 // Adam and AdamW: columns gradient, parameter, exp_avg, exp_avg_sq, half copy; cell 0 is the step count.
+// ops: adam
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, float, float, None) KIND(1, __half, float, float, float, __half)
+#endif
 
 enum Scalar { LR, BETA1, BETA2, EPS, WEIGHT_DECAY, LOG_BETA1, LOG_BETA2, DECOUPLED, MAXIMIZE };
 

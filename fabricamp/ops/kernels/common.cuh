@@ -157,7 +157,7 @@ template <typename M> __device__ __forceinline__ M limited(M value, M limit) {
   return value > limit ? limit : (value < -limit ? -limit : value);
 }
 
-// What a step decides on the device; ops/step_state.py has the same words.
+// What a step decides on the device: words of 32 bits, which ops/step_state.py cuts into one tensor each.
 struct StepState {
   float scale;
   int growth;

@@ -1,4 +1,5 @@
 // Cross-entropy of rows of logits, each read once forward and once backward; a row is one block's, or one warp's (LANES = 32).
+// ops: fused_cross_entropy
 #include "common.cuh"
 
 #ifndef LOGIT  // what the bridge defines: the types of logits and targets, and the threads of a row

@@ -1,5 +1,10 @@
 // Exponential moving average: columns parameter, average.
+// ops: ema
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float)
+#endif
 
 template <typename P, typename A> struct Ema {
   typedef typename CommonMath<P, A>::type M;

@@ -1,7 +1,8 @@
 // From partial sums to one multiplier, and the loss scaler's rule: one block each, everything in device memory.
+// ops: finish, update_scale
 #include "common.cuh"
 
-// How windows end; ops/scaling.py has the same fields.
+// How windows end; ops/scaling.py fills it in.
 struct Rule {
   double growth_factor;
   double backoff_factor;

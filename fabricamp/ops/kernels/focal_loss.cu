@@ -1,4 +1,5 @@
 // Focal loss of rows of sigmoid logits, a warp a row; the loss is added up in an order that shapes alone decide.
+// ops: focal_loss
 #include "common.cuh"
 
 #ifndef LOGIT  // what the bridge defines

@@ -2,8 +2,13 @@
 //
 // `moments` and `update` both compute the direction of a step from what is in memory, so that it need not be stored: as many
 // bytes as with a stored one, no memory for it, and gradients stay as they are.  Between them, `ratios` compares norms.
+// ops: lamb
 #include "common.cuh"
 #include "rows.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, float, float, None) KIND(1, __half, float, float, float, __half)
+#endif
 
 enum Scalar { LR, BETA1, BETA2, NEW1, EPS, WEIGHT_DECAY, LOG_BETA1, LOG_BETA2, DECOUPLED, ADAPTS, MAX_NORM };
 

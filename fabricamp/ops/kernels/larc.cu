@@ -1,6 +1,11 @@
 // LARC: columns gradient, parameter; sums, then one rate a row, then the gradients times it.
+// ops: larc
 #include "common.cuh"
 #include "rows.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, None)
+#endif
 
 enum Scalar { LR, WEIGHT_DECAY, TRUST, EPS, CLIP };
 

@@ -1,6 +1,11 @@
 // NovoGrad: columns gradient, parameter, exp_avg, half copy; cell 0 is the step count, cell 1 the average of the gradient's norm.
+// ops: novograd
 #include "common.cuh"
 #include "rows.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, float, None) KIND(1, __half, float, float, __half)
+#endif
 
 enum Scalar { LR, BETA1, BETA2, NEW1, EPS, WEIGHT_DECAY, LOG_BETA1, LOG_BETA2, INSIDE, LARGEST, FROM_ZERO };
 

@@ -1,5 +1,10 @@
 // SGD with momentum: columns gradient, parameter, momentum buffer, half copy; cell 0 is 1 once the buffer holds a gradient.
+// ops: sgd
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float, float, float, None) KIND(1, __half, float, float, __half)
+#endif
 
 enum Scalar { LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, DECAY_AFTER_MOMENTUM, MAXIMIZE };
 

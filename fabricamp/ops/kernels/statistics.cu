@@ -1,5 +1,10 @@
 // Sums of squares: norm and overflow check in one pass, since a value that is not finite makes its chunk's sum so.
+// ops: gradient_statistics, l2norm
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, float) KIND(1, __half)
+#endif
 
 template <typename T> struct Squares {
   typedef typename MathOf<T>::type M;

@@ -1,5 +1,10 @@
 // Sums of two columns of tensors: alpha x + beta y.
+// ops: accumulate, axpby
 #include "common.cuh"
+
+#ifndef KINDS  // rows that most runs have
+#define KINDS KIND(0, __half, float, float)
+#endif
 
 template <typename X, typename Y, typename O> struct Sum {
   typedef typename CommonMath<X, Y>::type M;

@@ -1,21 +1,68 @@
-"""What O1 casts, by name.  torch.autocast does it; a name that a script adds is cast too, one that it removes is not."""
+"""What O1 casts, by name.
+
+torch.autocast does most of it, on GPUs more than elsewhere, and wrappers the rest; a name that a script adds is cast too, one that
+it removes is not.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricamp.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["changed", "describe", "functional_overrides", "tensor_overrides", "torch_overrides"]
+__all__ = [
+    "beside_autocast",
+    "changed",
+    "describe",
+    "functional_overrides",
+    "in_place",
+    "tensor_overrides",
+    "torch_overrides",
+]
 
 _RULES = {"FP16_FUNCS": "half", "FP32_FUNCS": "float", "CASTS": "promote"}
 _MODULES = (torch_overrides, functional_overrides, tensor_overrides)
 _AS_SHIPPED = {
     (module, name): frozenset(getattr(module, name)) for module in _MODULES for name in _RULES if hasattr(module, name)
 }
+
+_BESIDE_AUTOCAST_ON_GPUS: Final = {
+    "FP16_FUNCS": frozenset[str](),
+    "FP32_FUNCS": frozenset(
+        {
+            *("cpu", "__ipow__", "std", "var", "gelu", "interpolate", "grid_sample", "local_response_norm"),
+            *("multilabel_soft_margin_loss", "ctc_loss"),
+        }
+    ),
+    "CASTS": frozenset({"equal"}),
+}
+"""What torch.autocast does not bring to its dtype there, or not in every version."""
+_BESIDE_AUTOCAST_ELSEWHERE: Final = {
+    "FP16_FUNCS": frozenset({"addmv", "addr", "mv"}),
+    "FP32_FUNCS": None,  # nearly all of them
+    "CASTS": frozenset({"bilinear", "cross", "dot", "equal"}),
+}
+
+
+def beside_autocast(device_type: str) -> Iterator[tuple[Any, str, str]]:
+    """Yields (module, function name, "half", "float" or "promote") of what torch.autocast leaves as it comes."""
+    table = _BESIDE_AUTOCAST_ON_GPUS if device_type == "cuda" else _BESIDE_AUTOCAST_ELSEWHERE
+    for (module, key), shipped in _AS_SHIPPED.items():
+        chosen = table[key]
+        for name in shipped.intersection(getattr(module, key)):
+            if chosen is None or name in chosen:
+                yield module.MODULE, name, _RULES[key]
+
+
+def in_place() -> Iterator[tuple[Any, str, str]]:
+    """Yields (module, function name, "float" or "half") of the functions that write into their first argument."""
+    pairs = [(torch_overrides, "FP32_FUNCS"), (tensor_overrides, "FP32_FUNCS"), (tensor_overrides, "FP16_FUNCS")]
+    for module, key in pairs:
+        names = (f"{name}_" for name in getattr(module, key))
+        yield from ((module.MODULE, name, _RULES[key]) for name in names if hasattr(module.MODULE, name))
 
 
 def changed() -> Iterator[tuple[Any, str, str]]:
@@ -34,7 +81,7 @@ def _names_of(module: Any) -> list[list[str]]:
 
 def describe() -> str:
     """Returns the lists as text."""
-    lines = ["O1 casts through torch.autocast:"]
+    lines = ["O1 casts:"]
     for module, key in _AS_SHIPPED:
         lines.append(f"{module.MODULE.__name__}, {_RULES[key]}: {' '.join(getattr(module, key))}")
     return "\n".join(lines)

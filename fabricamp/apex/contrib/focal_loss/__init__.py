@@ -1,7 +1,7 @@
-"""The focal loss of detectors."""
+"""The focal loss of detectors: as in apex, ``from apex.contrib.focal_loss import focal_loss`` gives the module."""
 
 from __future__ import annotations
 
-from fabricamp.apex.contrib.focal_loss.focal_loss import FocalLoss, focal_loss
+from fabricamp.apex.contrib.focal_loss import focal_loss
 
-__all__ = ["FocalLoss", "focal_loss"]
+__all__ = ["focal_loss"]

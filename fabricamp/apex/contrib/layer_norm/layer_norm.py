@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fabricamp.apex._norm_function import NormFunction
 from fabricamp.nn import FusedLayerNorm
 from fabricamp.ops import layer_norm
 
@@ -13,13 +14,21 @@ if TYPE_CHECKING:
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 
 
-class FastLayerNormFN:
-    """``FastLayerNormFN.apply(x, gamma, beta, epsilon)``."""
+def _normalise(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
+    return layer_norm(x, gamma.shape, gamma, beta, epsilon, memory_efficient=memory_efficient)
+
+
+class FastLayerNormFN(NormFunction):
+    """LayerNorm of ``x`` over its last dimension, in its dtype."""
+
+    apply = staticmethod(_normalise)
 
     @staticmethod
-    def apply(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
-        """Returns LayerNorm of ``x`` over its last dimension, in its dtype."""
-        return layer_norm(x, gamma.shape, gamma, beta, epsilon, memory_efficient=memory_efficient)
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Returns the output, in an autograd function's ``ctx``."""
+        return NormFunction.run(ctx, _normalise, (x, gamma, beta), epsilon, memory_efficient)
 
 
 class FastLayerNorm(FusedLayerNorm):

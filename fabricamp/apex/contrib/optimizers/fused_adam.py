@@ -11,6 +11,7 @@ from fabricamp.apex.optimizers._layout import StepInGroup
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam as Adam
 from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.parameters import owned_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +71,7 @@ class FusedAdam(StepInGroup, Adam):
                 loss = closure()
         copies = self._one_each(output_params)
         with torch.no_grad():
-            self.gather(self._divided(self._one_each(grads), scale, grad_norms), copies)
+            self.gather(self._divided(self._one_each(grads), scale, grad_norms), copies, None)
         self.steer(None)
         FusedOptimizer.step(self)
         return loss
@@ -89,14 +90,15 @@ class FusedAdam(StepInGroup, Adam):
 
     def _divided(self, grads: list[Tensor] | None, scale: Any, grad_norms: Any) -> Sequence[Tensor | None]:
         """Returns the gradients divided by ``scale``, and clipped where a group says so."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
+        parameters = owned_parameters(self)
         rest = iter([one.grad for one in parameters] if grads is None else grads)
         result: list[Tensor | None] = []
         norms = list(grad_norms) if isinstance(grad_norms, (list, tuple)) else [grad_norms] * len(self.param_groups)
         for group, norm in zip(self.param_groups, norms, strict=True):
             divisor = scale
             if group["max_grad_norm"] > 0 and norm is not None:
-                excess = (torch.as_tensor(norm) / scale + 1e-6) / group["max_grad_norm"]
+                number = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
+                excess = (number / scale + 1e-6) / group["max_grad_norm"]
                 divisor = scale * excess.clamp(min=1.0)
             own = [next(rest) for _ in group["params"]]
             plain = not isinstance(divisor, Tensor) and divisor == 1.0

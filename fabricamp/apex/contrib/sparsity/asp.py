@@ -42,6 +42,7 @@ class ASP:
     _calculate: ClassVar[Callable[[Tensor], Tensor]] = create_mask
     _verbosity: ClassVar[int] = 0
     _handles: ClassVar[list[Any]] = []
+    _optimizer: ClassVar[Any] = None
 
     @classmethod
     def init_model_for_pruning(
@@ -109,33 +110,49 @@ class ASP:
         cls._of_model("init_optimizer_for_pruning")
         if cls._handles:
             raise ConfigError("ASP has an optimizer already; it masks the steps of one")
+        cls._optimizer = optimizer
         cls._handles.append(optimizer.register_step_pre_hook(lambda *_: cls._mask_gradients()))
         cls._handles.append(optimizer.register_step_post_hook(lambda *_: cls._mask_weights()))
 
     @classmethod
+    def _weights(cls, sparse: Sequence[_Sparse]) -> list[tuple[_Sparse, list[Tensor]]]:
+        """Each of ``sparse`` with its weight, and its fp32 master, which amp rounds into the weight after every step."""
+        stash = getattr(cls._optimizer, "_amp_stash", None)
+        pairs = [] if stash is None else stash.pairs()
+        masters = {id(holder): target for holder, target in pairs if holder is not target}
+        found = []
+        for one in sparse:
+            master = masters.get(id(one.parameter))
+            found.append((one, [one.parameter] if master is None else [one.parameter, master]))
+        return found
+
+    @classmethod
     @torch.no_grad()
     def _mask_gradients(cls) -> None:
-        for one in cls._sparse or ():
-            if one.parameter.grad is not None:
-                one.parameter.grad.mul_(one.mask)
+        for one, weights in cls._weights(cls._sparse or ()):
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.grad.mul_(one.mask)
 
     @classmethod
     @torch.no_grad()
     def _mask_weights(cls) -> None:
-        for one in cls._sparse or ():
-            one.parameter.mul_(one.mask)
+        for one, weights in cls._weights(cls._sparse or ()):
+            for weight in weights:
+                weight.mul_(one.mask)
 
     @classmethod
     @torch.no_grad()
     def compute_sparse_masks(cls) -> None:
         """Computes the masks from the weights as they are, and sets what they leave out to 0."""
-        for one in cls._of_model("compute_sparse_masks"):
+        for one, weights in cls._weights(cls._of_model("compute_sparse_masks")):
             if one.pruned is not None:
-                one.parameter.add_(one.pruned.to(one.parameter))
+                _add(one.pruned, weights)
             one.mask.copy_(cls._calculate(one.parameter))
             if one.pruned is not None:
-                one.pruned.copy_(one.parameter * (1 - one.mask))
-            one.parameter.mul_(one.mask)
+                one.pruned.copy_(weights[-1] * (1 - one.mask))
+            for weight in weights:
+                weight.mul_(one.mask)
             share = 100.0 * one.mask.mean(dtype=torch.float32).item()
             cls._say(f"[ASP] {one.name} of shape {tuple(one.parameter.shape)} keeps {share:.0f} % of its weights", 2)
 
@@ -143,13 +160,13 @@ class ASP:
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
         """Makes the model dense again, with the weights that the masks took away; needs ``allow_recompute_mask=True``."""
-        for one in cls._of_model("restore_pruned_weights"):
+        for one, weights in cls._weights(cls._of_model("restore_pruned_weights")):
             if one.pruned is None:
                 raise ConfigError(
                     "ASP.restore_pruned_weights has kept nothing; give init_model_for_pruning(allow_recompute_mask=True)"
                 )
             one.mask.fill_(1)
-            one.parameter.add_(one.pruned.to(one.parameter))
+            _add(one.pruned, weights)
             one.pruned.zero_()
 
     @classmethod
@@ -180,7 +197,7 @@ class ASP:
         for handle in cls._handles:
             handle.remove()
         cls._handles = []
-        cls._sparse = None
+        cls._sparse = cls._optimizer = None
 
     @classmethod
     def _of_model(cls, name: str) -> list[_Sparse]:
@@ -192,3 +209,9 @@ class ASP:
     def _say(cls, line: str, verbosity: int) -> None:
         if cls._verbosity >= verbosity:
             print(line)
+
+
+def _add(pruned: Tensor, weights: Sequence[Tensor]) -> None:
+    """Adds to each weight what a mask took away."""
+    for weight in weights:
+        weight.add_(pruned.to(weight))

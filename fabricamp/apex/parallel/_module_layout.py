@@ -1,0 +1,120 @@
+"""Where the gradients of a module travel, laid out anew as its parameters change: scripts tell nobody that they do."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fabricamp.gradients.flat import FlatGradients, Transport
+from fabricamp.strategies.exchange_options import indices_of_triggers
+from fabricamp.strategies.presence import Differences
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+_kind: Final = operator.attrgetter("requires_grad", "dtype", "device")
+_MOST_FLATS: Final = 4
+
+
+class ModuleLayout:
+    """The flat memory for a module's gradients, laid out anew where its parameters have changed."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transport: Transport,
+        world_size: int,
+        rank: int,
+        *,
+        message_size: float = math.inf,
+        triggers: Sequence[Any] = (),
+    ) -> None:
+        self._module = module
+        self._transport = transport
+        indices_of_triggers(triggers, module, ())  # an unknown one is found at once
+        self._place = rank, world_size
+        self._message_size = message_size
+        self._triggers = triggers
+        self._parameters: list[nn.Parameter] = []
+        self._kinds: list[Any] = []
+        self._flats: dict[tuple[Any, ...], tuple[FlatGradients, Differences]] = {}
+        self._registered = -1
+        self.stale = True
+        self.flat: FlatGradients | None = None
+        self.differences = Differences([], rank)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._parameters[0].device if self._parameters else torch.device("cpu")
+
+    def refresh(self) -> FlatGradients:
+        """Takes in parameters that came, were frozen, unfrozen or cast since; on every rank the same ones."""
+        if self.stale or self._registered != registrations.count:
+            self._registered, self.stale = registrations.count, False
+            parameters = list(self._module.parameters())
+            if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+                self._parameters, self.flat = parameters, None
+                self._flats.clear()
+        kinds = list(map(_kind, self._parameters))
+        if self.flat is None or kinds != self._kinds:
+            self._kinds = kinds
+            self.flat, self.differences = self._flat_of(tuple(kinds))
+        return self.flat
+
+    def _flat_of(self, kinds: tuple[Any, ...]) -> tuple[FlatGradients, Differences]:
+        """Returns what was laid out before where networks are frozen and unfrozen by turns, as scripts for GANs do."""
+        known = self._flats.get(kinds)
+        if known is None:
+            if len(self._flats) == _MOST_FLATS:
+                self._flats.clear()
+            rank, world_size = self._place
+            flat = FlatGradients(
+                self._parameters,
+                self._transport,
+                world_size,
+                message_size=self._message_size,
+                triggers=indices_of_triggers(self._triggers, self._module, self._parameters),
+            )
+            names = [name for name, _ in self._module.named_parameters()]
+            known = self._flats[kinds] = flat, Differences(names, rank)
+        return known
+
+    def exchange(self) -> None:
+        """Averages every ``.grad`` now."""
+        flat = self.flat
+        assert flat is not None
+        flat.write_back(flat.exchange())
+        self.differences.look()
+        if flat.missing:
+            self.differences.note(flat.present, flat.missing)
+
+
+class _Registrations:
+    """Counts the parameters and modules that any module was given, so that new ones are noticed without a search."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counts = False
+
+    def begin(self) -> None:
+        """Starts counting, once a process."""
+        if not self._counts:
+            self._counts = True
+            register_module_parameter_registration_hook(self._note)
+            register_module_module_registration_hook(self._note)
+
+    def _note(self, *_: object) -> None:
+        self.count += 1
+
+
+registrations = _Registrations()

@@ -1,0 +1,160 @@
+"""What ``ckpt_path="last"``, ``"best"`` and ``"auto"`` stand for: found by rank 0, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import matched_states
+from fabricamp.checkpoint import Candidates, places, read_header, read_together
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+    from fabricamp.trainer import Trainer
+
+_WORDS = ("auto", "best", "last")
+
+
+def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Returns the file to load, or None for none, and what it holds where it was read; every rank calls it, rank 0 chooses.
+
+    "last" is the furthest checkpoint of this run (or of the runs before it, where their folders are beside this one's) that
+    every rank can read; "auto" the same, or None where there is none; "best" what the first ModelCheckpoint holds to be the
+    best.  A path stays what it is.  Raises :class:`CheckpointError` where nothing is found, or nothing that can be read.
+    """
+    if ckpt_path not in _WORDS:
+        return ckpt_path, None
+    if ckpt_path == "auto" and not trainer.state.fitting:
+        raise ConfigError(
+            "ckpt_path='auto' is for fit: it goes on from the last checkpoint, or starts; give 'last' or 'best'"
+        )
+    place, checkpoint = "", None
+    if ckpt_path == "best":
+        place = _from_rank_zero(trainer, ckpt_path, lambda: _best(trainer))
+    else:
+        place, checkpoint = _furthest(trainer, ckpt_path)
+    if not place and ckpt_path != "auto":
+        raise CheckpointError(f"ckpt_path={ckpt_path!r}: {_nothing_found(trainer, ckpt_path)}")
+    return place or None, checkpoint
+
+
+def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:
+    """The furthest one that every rank can read, and what it holds; each that one rank cannot is passed over by all."""
+    candidates = _candidates(trainer)
+    while place := _from_rank_zero(trainer, word, candidates.next_place):
+        try:
+            return place, read_together(place, trainer.strategy)
+        except CheckpointError as error:
+            if trainer.is_global_zero:
+                candidates.pass_over(str(error))
+    return "", None
+
+
+def _from_rank_zero(trainer: Trainer, word: str, choose: Callable[[], str]) -> str:
+    """What rank 0 chooses; what goes wrong there is raised by all."""
+
+    def chosen() -> str:
+        try:
+            return choose()
+        except FabricampError as error:
+            raise CheckpointError(f"ckpt_path={word!r}: {error}") from error
+
+    return trainer.strategy.on_rank_zero(chosen)
+
+
+def _nothing_found(trainer: Trainer, word: str) -> str:
+    folders = (folder for one in trainer.checkpoint_callbacks for folder in _folders(trainer, one))
+    looked = ", ".join(dict.fromkeys(folders)) or "no folder"
+    missing = (
+        f"no ModelCheckpoint of this Trainer has saved one yet (looked in: {looked})"
+        if trainer.checkpoint_callbacks
+        else "this Trainer has no ModelCheckpoint"
+    )
+    return f"{missing}; give a path" + (", or ckpt_path='auto' to start where there is none" if word == "last" else "")
+
+
+def _candidates(trainer: Trainer) -> Candidates:
+    """This run's files, then those of each folder that may hold an earlier attempt's, the newest run first."""
+    callbacks = trainer.checkpoint_callbacks
+
+    def groups() -> Iterator[list[str]]:
+        files = [path for one in callbacks for path in one.known_files() if places.exists(path)]
+        given = (one for one in callbacks if one.dirpath_given)
+        yield files + [path for one in given for folder in _folders(trainer, one) for path in listed(one, folder)]
+        for one in callbacks:
+            if not one.dirpath_given:
+                yield from (listed(one, folder) for folder in _folders(trainer, one))
+
+    def listed(callback: ModelCheckpoint, folder: str) -> list[str]:
+        try:
+            return _files(callback, folder)
+        except OSError as error:
+            where, reason = error.filename or folder, error.strerror or error
+            candidates.pass_over(f"{where} cannot be listed ({reason}), and there may be checkpoints in it")
+            return []
+
+    candidates = Candidates(groups(), training=trainer.state.fitting)
+    return candidates
+
+
+def _best(trainer: Trainer) -> str:
+    """What this Trainer knows, or what the last checkpoint of an earlier process knew."""
+    for callback in trainer.checkpoint_callbacks:
+        if callback.best_model_path:
+            return callback.best_model_path
+    last = _candidates(trainer).next_place()
+    states = read_header(last).get("callbacks") if last else None
+    for callback, state in matched_states(trainer.checkpoint_callbacks, states if isinstance(states, dict) else {}):
+        best = state.get("best_model_path") if isinstance(state, dict) else ""
+        if not best:
+            continue
+        folders = followed_folders(trainer, callback, last)
+        if any(places.may_follow(str(best), folder) for folder in folders):
+            return str(best)
+        raise CheckpointError(
+            f"{last} names {best} as the best, which is no file in {' or '.join(folders)}; give its path"
+        )
+    return ""
+
+
+def _files(callback: ModelCheckpoint, folder: str) -> list[str]:
+    """What lies in a folder of a ModelCheckpoint where it puts its files; raises ``OSError`` where that may not be listed."""
+    return places.files_in(folder, callback.FILE_EXTENSION, (callback.filename or "").count("/"))
+
+
+def followed_folders(trainer: Trainer, callback: ModelCheckpoint, checkpoint: str) -> tuple[str, ...]:
+    """Where the names that a checkpoint brings may lead: the callback's folders, and the one that the checkpoint lies in."""
+    folders = (callback.dirpath or "", _folder_of(checkpoint, callback), *_folders(trainer, callback))
+    return tuple(dict.fromkeys(folder for folder in folders if folder))
+
+
+def files_beside(trainer: Trainer, callback: ModelCheckpoint) -> list[str]:
+    """What lies in the callback's folder, and in that of the checkpoint which training goes on from."""
+    found: list[str] = []
+    for folder in dict.fromkeys((callback.dirpath or "", _folder_of(trainer.ckpt_path or "", callback))):
+        with contextlib.suppress(OSError):  # it may not be listed
+            found += _files(callback, folder) if folder else []
+    return found
+
+
+def _folder_of(checkpoint: str, callback: ModelCheckpoint) -> str:
+    """The folder on this machine that a checkpoint lies in; with folders in the names of files that much deeper."""
+    if not checkpoint or places.is_remote(checkpoint):
+        return ""
+    parents = Path(places.normal(checkpoint)).parents
+    return str(parents[min((callback.filename or "").count("/"), len(parents) - 1)])
+
+
+def _folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:
+    """Where a ModelCheckpoint of this Trainer writes, or would have written in the runs before this one."""
+    if callback.dirpath_given:
+        yield callback.dirpath or ""
+        return
+    for logger in trainer.loggers:
+        for folder in logger.run_folders():
+            yield places.join(str(folder), "checkpoints")
+    yield places.join(places.normal(trainer.default_root_dir), "checkpoints")

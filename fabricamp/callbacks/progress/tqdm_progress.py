@@ -1,0 +1,22 @@
+"""Lightning's path to its TQDMProgressBar: our bar, with that one's arguments."""
+
+from __future__ import annotations
+
+from fabricamp.callbacks.progress_bar import ProgressBar
+
+__all__ = ["TQDMProgressBar"]
+
+
+class TQDMProgressBar(ProgressBar):
+    """The progress bar.
+
+    It is drawn by time and not by batches: ``refresh_rate`` 0 switches it off, other values change nothing, nor do
+    ``process_position`` and ``leave``, since every epoch leaves its line.
+
+    >>> bar = TQDMProgressBar(refresh_rate=20)
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        if refresh_rate == 0:
+            self.disable()

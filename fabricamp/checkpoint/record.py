@@ -1,0 +1,118 @@
+"""The state of a run as ordered sections, and its one-file form: one dict, gathered from every rank for rank 0 to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fabricamp.checkpoint.file import read_checkpoint
+from fabricamp.checkpoint.formats import FORMAT
+from fabricamp.errors import CheckpointError, FabricampError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.strategies.base import Strategy
+
+
+class Section:
+    """One part of a run's state, saved and given back as a whole."""
+
+    name: str
+    """What it is asked for by, and what errors call it."""
+    per_rank: ClassVar[bool] = False
+    """Whether each rank has values of its own, which a checkpoint holds as a list; else it holds rank 0's."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns values by their places, as in ``{"loops.fit.window": ...}``; every rank calls it, and may meet the others.
+
+        What is saved per rank lies in host memory where there are several.
+        """
+        raise NotImplementedError
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Takes its values back from ``checkpoint``, all of it, as read from ``path``; places may be missing in others' files.
+
+        Any error is told as a :class:`CheckpointError` that names ``path`` and the section.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class Part(Section):
+    """Whatever has ``state_dict`` and ``load_state_dict``; None saves nothing."""
+
+    name: str
+    place: str
+    part: Any
+
+    def save(self) -> dict[str, Any]:
+        """Returns its ``state_dict()``."""
+        return {self.place: {} if self.part is None else self.part.state_dict()}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Gives it to ``load_state_dict``, where there is one that is not empty."""
+        state: Any = checkpoint
+        for key in self.place.split("."):
+            state = state.get(key, {})
+        if state and self.part is not None:
+            self.part.load_state_dict(state)
+
+
+class Record:
+    """The sections of a run, in the order in which they are saved and given back."""
+
+    def __init__(self, strategy: Strategy, sections: Sequence[Section]) -> None:
+        self._strategy = strategy
+        self._sections = sections
+
+    def save(self, *names: str) -> dict[str, Any]:
+        """Returns a checkpoint of the sections named, or of all; every rank calls it."""
+        from fabricamp import __version__
+
+        checkpoint = {"format": FORMAT, "fabricamp_version": __version__, "torch_version": str(torch.__version__)}
+        for section in self._of(names):
+            values = section.save()
+            if section.per_rank:
+                ranks = [values] if self._strategy.world_size == 1 else self._strategy.all_gather_object(values)
+                values = {place: [rank[place] for rank in ranks] for place in values}
+            for place, value in values.items():
+                _put(checkpoint, place, value)
+        return checkpoint
+
+    def restore(self, checkpoint: dict[str, Any], path: str, *names: str) -> None:
+        """Gives the sections named, or all, what ``checkpoint`` holds, as read from ``path``."""
+        for section in self._of(names):
+            try:
+                section.restore(checkpoint, path)
+            except FabricampError:
+                raise
+            except Exception as error:  # the file may hold anything, and the loaders are torch's and the user's
+                raise CheckpointError(
+                    f"{path} does not fit: its {section.name} cannot be restored here ({type(error).__name__}: {error!s:.300}); "
+                    "it is damaged, or of another module, other optimizers or callbacks: give the checkpoint that this script wrote"
+                ) from error
+
+    def _of(self, names: Sequence[str]) -> list[Section]:
+        return [section for section in self._sections if not names or section.name in names]
+
+
+def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
+    """Returns the checkpoint, on every rank or on none: where one cannot read it, all raise its :class:`CheckpointError`."""
+    checkpoint: dict[str, Any] = {}
+    problem = None
+    try:
+        checkpoint = read_checkpoint(path)
+    except CheckpointError as error:
+        problem = error
+    strategy.agree(problem)
+    return checkpoint
+
+
+def _put(checkpoint: dict[str, Any], place: str, value: Any) -> None:
+    *outer, last = place.split(".")
+    for key in outer:
+        checkpoint = checkpoint.setdefault(key, {})
+    checkpoint[last] = value

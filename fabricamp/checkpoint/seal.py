@@ -1,0 +1,102 @@
+"""The seal of a checkpoint file: a digest of its zip's directory, which lists name, size, checksum and place of every member.
+
+It stands in the zip's comment, so that it is written behind everything else, and costs no second look at the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sys
+import zipfile
+from typing import IO, Any
+
+_MARK = b"fabricamp:"
+_LENGTH = len(_MARK) + 32
+# Of the zip format: the end record, and the two that stand before it in a zip with 64-bit sizes, which torch's are.
+_END, _END_64, _LOCATOR_64 = 22, 56, 20
+_ENTRY = 512  # an entry of the directory is smaller
+
+
+class SealingFile:
+    """Passes on what ``torch.save`` writes, all but the end; :meth:`seal` completes that.
+
+    It only ever writes ahead: the file may be an upload.  ``members`` is how many there are at most.
+    """
+
+    def __init__(self, file: IO[bytes], members: int) -> None:
+        self._file = file
+        self._keep = (members + 32) * _ENTRY
+        self._held = bytearray()
+
+    def write(self, data: Any) -> int:
+        """Writes all that cannot belong to the end of the zip."""
+        if len(data) > self._keep:
+            self._file.write(self._held)
+            self._file.write(data[: -self._keep])
+            self._held = bytearray(data[-self._keep :])
+        else:
+            self._held += data
+            if len(self._held) > 2 * self._keep:
+                self._file.write(self._held[: -self._keep])
+                del self._held[: -self._keep]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: the end is not known yet."""
+
+    def seal(self) -> None:
+        """Writes the end, and the seal as its comment."""
+        held = io.BytesIO(self._held)
+        comment = _seal(held, len(self._held))
+        self._file.write(bytes(self._held[:-2]) + len(comment).to_bytes(2, "little") + comment)
+
+
+def is_sealed(file: IO[bytes]) -> bool:
+    """Whether a zip has a seal; raises ``zipfile.BadZipFile`` where it has one that is another file's."""
+    size = file.seek(0, os.SEEK_END)
+    if size < _END + _LENGTH:
+        return False
+    file.seek(size - _LENGTH)
+    comment = file.read(_LENGTH)
+    if not comment.startswith(_MARK):
+        return False
+    if comment != _seal(file, size - _LENGTH):
+        raise zipfile.BadZipFile("its members are not those that were written")
+    return True
+
+
+def check_members(archive: zipfile.ZipFile) -> None:
+    """Raises ``zipfile.BadZipFile`` for what torch would read otherwise than it was meant, or not survive."""
+    names = archive.namelist()
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise zipfile.BadZipFile(f"it has two members {twice!r}")
+    for name in names:
+        if name.endswith("/byteorder") and name.count("/") == 1:
+            with archive.open(name) as member:
+                order = member.read(20).decode("ascii", "replace")
+            if order != sys.byteorder:
+                raise zipfile.BadZipFile(f"its byte order is {order!r}, this machine's {sys.byteorder!r}")
+
+
+def _seal(file: IO[bytes], size: int) -> bytes:
+    """The comment for a zip of ``size`` bytes without one."""
+    digest = hashlib.blake2b(_directory(file, size - _END), digest_size=16)
+    return _MARK + digest.hexdigest().encode()
+
+
+def _directory(file: IO[bytes], end: int) -> bytes:
+    """The zip's directory; its end record begins at ``end``."""
+    before = _END_64 + _LOCATOR_64
+    file.seek(max(end - before, 0))
+    records = file.read(min(end, before) + _END)
+    if records[:4] == b"PK\x06\x06":
+        stop, size = end - before, int.from_bytes(records[40:48], "little")
+    else:
+        stop, size = end, int.from_bytes(records[-_END:][12:16], "little")
+    if not 0 <= size <= stop:
+        raise zipfile.BadZipFile("its directory is cut off")
+    file.seek(stop - size)
+    return file.read(size)

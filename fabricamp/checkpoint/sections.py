@@ -1,0 +1,178 @@
+"""What torch's own parts of a run save and take back: weights, optimizers, learning-rate schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.checkpoint.content import PRIVATE, plain
+from fabricamp.checkpoint.foreign import fit_names
+from fabricamp.checkpoint.record import Section
+from fabricamp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from fabricamp.data import DataModule
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Strategy
+
+_LIKE_THE_PARAMETER = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "ax",
+        "master_param",
+    }
+)
+"""Names of torch's and fabricamp's optimizers for state that has the parameter's shape: they do not look when they load."""
+
+
+@dataclass
+class Weights(Section):
+    """The module's weights (the masters' values at O2 and O5), and the hyper-parameters that it is built from."""
+
+    name = "weights"
+
+    module: TrainingModule
+    strategy: Strategy
+    precision: Precision
+    datamodule: DataModule | None
+
+    def save(self) -> dict[str, Any]:
+        """Returns them whole, the same on every rank."""
+        module, datamodule = self.module, self.datamodule
+        values: dict[str, Any] = {"state_dict": self.precision.module_state(module, self.strategy.module_state(module))}
+        if module.hparams:
+            values["hyper_parameters"] = plain(dict(module.hparams))
+            if module.hparams_name:
+                values["hparams_name"] = module.hparams_name
+        if datamodule is not None and datamodule.hparams:
+            values["datamodule_hyper_parameters"] = plain(dict(datamodule.hparams))
+        if module.hparams_private or (datamodule is not None and datamodule.hparams_private):
+            values[PRIVATE] = True
+        return values
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Loads the weights."""
+        restore_weights(self.module, checkpoint, path)
+
+
+def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool = True) -> None:
+    """Loads the weights, those of an apex script's network into the submodule that they fit.
+
+    Raises :class:`CheckpointError` that tells a checkpoint of another model from a damaged one.
+    """
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path} holds no 'state_dict' (it has {sorted(checkpoint)}); it is not a checkpoint of a Trainer"
+        )
+    if checkpoint.get("source") == "apex":
+        state = fit_names(state, set(module.state_dict()))
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        own = module.state_dict()
+        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        shapes = [
+            f"{name}: {tuple(state[name].shape)} in the file, {tuple(own[name].shape)} here"
+            for name in own.keys() & state.keys()
+            if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape
+        ]
+        details = "; ".join(
+            f"{label} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            for label, names in (("missing", missing), ("unexpected", unexpected), ("other shape", sorted(shapes)))
+            if names
+        )
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model than this {type(module).__name__}: {details or error}; "
+            "give the checkpoint that this class was trained to, or load what fits with load_state_dict(..., strict=False)"
+        ) from error
+
+
+@dataclass
+class Optimizers(Section):
+    """The optimizers' states."""
+
+    name = "optimizers"
+
+    optimizers: Sequence[Optimizer]
+
+    def save(self) -> dict[str, Any]:
+        """Returns their state dicts."""
+        return {"optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Loads as many as there are; raises where state that goes with a parameter, value by value, has another shape."""
+        states = checkpoint.get("optimizer_states")
+        if states is None:
+            raise CheckpointError(
+                f"{path} holds weights only, so training cannot go on from it; load the weights with "
+                "TrainingModule.load_from_checkpoint and start anew, or give a checkpoint saved with save_weights_only=False"
+            )
+        _check_number(path, "optimizers", states, self.optimizers)
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            optimizer.load_state_dict(state)
+            _check_shapes(optimizer, number, path)
+
+
+@dataclass
+class Schedules(Section):
+    """The learning-rate schedules' states; ``configs`` say when each one steps."""
+
+    name = "learning-rate schedules"
+
+    configs: Sequence[Any]
+
+    def save(self) -> dict[str, Any]:
+        """Returns their state dicts."""
+        return {"lr_schedulers": [config.scheduler.state_dict() for config in self.configs]}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Loads as many as there are; a file that names none (apex's) leaves them as they are.
+
+        Those of an epoch that Lightning's checkpoint was written at the end of are stepped: there they come after it.
+        """
+        if "lr_schedulers" in checkpoint:
+            _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)
+            for config, state in zip(self.configs, checkpoint["lr_schedulers"], strict=True):
+                config.scheduler.load_state_dict(state)
+        if not checkpoint.get("loops", {}).get("fit", {}).get("schedules_due"):
+            return
+        for config in self.configs:
+            at_epoch_end = config.interval == "epoch" and not config.reduce_on_plateau
+            if at_epoch_end and checkpoint["epoch"] % config.frequency == 0:
+                config.scheduler.step()
+
+
+def _check_number(path: str, label: str, given: Sequence[Any], here: Sequence[Any]) -> None:
+    if len(given) != len(here):
+        raise CheckpointError(
+            f"{path} holds {len(given)} {label}, configure_optimizers returned {len(here)}; they have to match"
+        )
+
+
+def _check_shapes(optimizer: Optimizer, number: int, path: str) -> None:
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        if not isinstance(state, dict) or not isinstance(parameter, Tensor):
+            continue
+        for name, value in state.items():
+            if name in _LIKE_THE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{path}: {name} of optimizer {number} ({type(optimizer).__name__}) has shape {tuple(value.shape)} for a "
+                    f"parameter of shape {tuple(parameter.shape)}; give the checkpoint that this script wrote"
+                )

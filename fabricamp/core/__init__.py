@@ -1,0 +1,8 @@
+"""Lightning's names for what a user subclasses; docs/from-lightning.md has the table of such names."""
+
+from __future__ import annotations
+
+from fabricamp.core.datamodule import LightningDataModule
+from fabricamp.core.module import LightningModule
+
+__all__ = ["LightningDataModule", "LightningModule"]

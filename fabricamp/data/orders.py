@@ -1,0 +1,195 @@
+"""How the samples of an epoch are ordered: drawn by torch's own sampler, or by a seed and the epoch as DistributedSampler does."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Generator, Tensor
+    from torch.utils.data import RandomSampler
+
+DRAWN = "drawn"
+SEEDED = "seeded"
+IN_ORDER = "in order"
+_CHUNK = 1 << 16
+"""Indices turned into Python integers at a time: a list of all of them takes five times the memory of the tensor."""
+
+
+class Draw(NamedTuple):
+    """The generator's ``state`` from just before a draw, and how many samples had been handed out by then."""
+
+    at: int
+    state: Tensor
+
+
+class SeededOrder:
+    """The order of torch's ``DistributedSampler``: a permutation of (seed + epoch), or the data set's own."""
+
+    draws: Sequence[Draw] = ()
+
+    def __init__(self, size: int, *, shuffle: bool, seed: int) -> None:
+        self.rule = SEEDED if shuffle else IN_ORDER
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+
+    @property
+    def tag(self) -> tuple[int, ...]:
+        """What the random numbers of the pass's samples follow from, beside the sample."""
+        return self.seed, self.epoch
+
+    def all(self) -> Tensor:
+        """The samples of the epoch, int64."""
+        if self.rule == IN_ORDER:
+            return torch.arange(self.size, dtype=torch.int64, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.size, generator=generator, dtype=torch.int64, device="cpu")
+
+    def behind(self, start: int) -> Iterator[int]:
+        """The samples of the epoch but for the first ``start``."""
+        return numbers(self.all()[start:])
+
+    def enter(self, start: int, draws: Sequence[Draw]) -> None:
+        """Nothing has to be known of a pass that was begun: the epoch says it all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what another process needs to go on by this rule."""
+        return {"rule": self.rule, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any], *, apart: bool) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        self.seed = int(state["seed"])
+
+
+class DrawnOrder:
+    """The order that torch's ``RandomSampler`` draws, from the global generator or from its own, when it is asked for samples.
+
+    It notes the generator's state before each draw, from which a resumed pass draws the same again; ``window`` is how many samples
+    may have been drawn and not been trained on yet.  With ``apart`` passes are drawn one after the other from that state, which
+    all ranks have, and the generator is left as it is.
+    """
+
+    rule = DRAWN
+
+    def __init__(self, sampler: RandomSampler, *, window: int = 0, apart: Tensor | None = None) -> None:
+        self.size = len(sampler)
+        self.draws: list[Draw] = []
+        self.epoch = 0
+        self._sampler = sampler
+        self._window = window
+        self._apart = apart
+        self._entered: list[Draw] = []
+        # All but one permutation from a generator that nobody else has come to be while the samples are read.
+        self._draws_on = sampler.generator is not None and (sampler.replacement or self.size > len(sampler.data_source))
+
+    @property
+    def once(self) -> bool:
+        """Whether a pass has every sample once."""
+        return not self._sampler.replacement and self.size == len(self._sampler.data_source)
+
+    @property
+    def tag(self) -> tuple[int, ...]:
+        """What the random numbers of the pass's samples follow from, beside the sample; known from the first draw on."""
+        digest = hashlib.sha256(self.draws[0].state.numpy().tobytes()).digest()
+        return (int.from_bytes(digest[:8], "little"),)
+
+    def all(self) -> Tensor:
+        """The samples of a pass, int64, drawn apart from the generator: it is given back as it was."""
+        generator, before = self._generator, self._generator.get_state()
+        if self._apart is None:
+            self._apart = before
+        try:
+            generator.set_state(self._apart)
+            samples = torch.tensor(list(self._drawn_on_its_device()), dtype=torch.int64, device="cpu")
+            self._apart = generator.get_state()
+        finally:
+            generator.set_state(before)
+        return samples
+
+    def behind(self, start: int) -> Iterator[int]:
+        """The samples of a pass but for the first ``start``."""
+        if self._apart is not None:
+            return numbers(self.all()[start:])
+        if not self._entered:
+            samples = self._drawn_on_its_device()
+            next(itertools.islice(samples, start, start), None)
+            return samples
+        generator, before = self._generator, self._generator.get_state()
+        samples = self._drawn_on_its_device()
+        # The draws that lie behind are made here, and leave no trace.
+        next(itertools.islice(samples, start, start), None)
+        generator.set_state(before)
+        return samples
+
+    def enter(self, start: int, draws: Sequence[Draw]) -> None:
+        """Lets the next pass be the one of which ``draws`` were noted."""
+        self._entered = list(draws) if start else []
+        if self._entered and self._apart is not None:
+            self._apart = self._entered[0].state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what another process needs to go on by this rule: one that has other generators goes on from ``state``."""
+        return {
+            "rule": self.rule,
+            "apart": self._apart is not None,
+            "state": self._generator.get_state() if self._apart is None else self._apart,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, apart: bool) -> None:
+        """Takes back what :meth:`state_dict` gave; ``apart`` where the ranks' generators are not the same."""
+        if apart or state["apart"]:
+            self._apart = state["state"].cpu()
+
+    @property
+    def _generator(self) -> Generator:
+        found: Generator | None = self._sampler.generator
+        return torch.default_generator if found is None else found
+
+    def _drawn_on_its_device(self) -> Iterator[int]:
+        """The samples of a pass, whatever torch's default device is: a generator draws for its own device only."""
+        device = self._generator.device
+        if torch.get_default_device().type == device.type:
+            return self._drawn()
+        with device:
+            return iter(list(self._drawn()))
+
+    def _drawn(self) -> Iterator[int]:
+        entered, self._entered = self._entered, []
+        generator, source, self.draws = self._generator, iter(self._sampler), []
+        for number in itertools.count():
+            if entered and entered[0].at == number:
+                generator.set_state(entered.pop(0).state)
+            before = generator.get_state()
+            index = next(source, None)
+            if index is None:
+                return
+            if number == 0 or not _same(before, generator.get_state()):
+                self._note(Draw(number, before))
+            yield index
+            if not self._draws_on:
+                yield from source
+                return
+
+    def _note(self, draw: Draw) -> None:
+        """Keeps the first draw, and of the others those that are still needed."""
+        while len(self.draws) > 2 and self.draws[2].at + self._window <= draw.at:
+            del self.draws[1]
+        self.draws.append(draw)
+
+
+Order = SeededOrder | DrawnOrder
+
+
+def numbers(indices: Tensor) -> Iterator[int]:
+    """``indices`` as Python's integers."""
+    return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(indices, _CHUNK))
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    return before.numpy().tobytes() == after.numpy().tobytes()

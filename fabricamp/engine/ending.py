@@ -1,0 +1,118 @@
+"""How a run ends: by its limits, a signal, ``nan_policy="stop"`` or an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from fabricamp import launch
+from fabricamp.engine.notices import say
+from fabricamp.errors import NonFiniteError
+from fabricamp.hooks import call_all
+from fabricamp.ops.peer_memory import check_peers
+from fabricamp.watchdog import exit_code, ignore_at_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.engine.loop import FitLoop
+    from fabricamp.engine.session import Session
+    from fabricamp.trainer import Trainer
+
+_LOG = logging.getLogger("fabricamp")
+
+
+@contextlib.contextmanager
+def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
+    """Gives the session's parts back however it ends; a signal before the first batch ends it here, without an exception."""
+    agreement = session.agreement
+    try:
+        yield
+    except BaseException as error:
+        agreement.leaving = True
+        trainer.state.fail()
+        if not agreement.abandoned:
+            _fail(trainer, session, error)
+            raise
+        _abandon(trainer, session)
+    else:
+        trainer.state.end()
+        session.close(failed=False)
+    finally:
+        trainer.state.end()
+
+
+def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:
+    """What follows the loop; an interrupted run gets ``on_exception``, and the hooks of the end in the run that goes on."""
+    state, hooks, agreement = trainer.state, session.hooks, session.agreement
+    if agreement.came_late():
+        call_all(hooks.callbacks("on_exception"), KeyboardInterrupt(state.interruption))
+        return
+    if state.stop_explanation:
+        _tell_of_nonfinite(trainer, session)
+    loop.end()
+    if trainer.precision_plugin.verdicts is not None:
+        trainer.precision_plugin.verdicts.drain()
+    check_peers()
+    call_all(hooks("on_fit_end"))
+    if not agreement.came_late() and not state.stop_explanation:
+        session.notices.end()
+
+
+def leave_interrupted(trainer: Trainer) -> None:
+    """After a signal the process ends here (exit code 143); so does a script after Ctrl-C (130), a prompt gets its turn."""
+    reason = trainer.state.interruption
+    goes_on = reason == "interrupted" and launch.interactive()
+    if not reason or (goes_on and launch.in_call()):  # the caller tells
+        return
+    if trainer.is_global_zero:
+        _tell_of_interruption(trainer, "Interrupted" if reason == "interrupted" else f"Ended by {reason}")
+    if goes_on:
+        return
+    if reason == "SIGUSR1" and trainer.is_global_zero:
+        print(f"fabricamp: {launch.requeue_job()}", flush=True)
+    ignore_at_exit()
+    raise SystemExit(exit_code(reason))
+
+
+def _tell_of_interruption(trainer: Trainer, word: str) -> None:
+    path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "")
+    say(f"{word} at step {trainer.global_step}" + (f'; ckpt_path="last" goes on from {path}' if path else ""))
+
+
+def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
+    explanation = trainer.state.stop_explanation
+    call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
+    if trainer.is_global_zero:
+        path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "none")
+        _LOG.warning("fabricamp: %s; checkpoint: %s", explanation, path)
+
+
+def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
+    launch.record_failure(error, in_a_run=trainer.world_size > 1)
+    if before := session.watchdog.fail(error):
+        launch.record_failure(error)  # now with a note
+        launch.record_others(before=before)
+    if isinstance(error, KeyboardInterrupt):
+        # In the middle of anything, perhaps of an update: no state to save.
+        trainer.state.stage = None
+    _give_back(session, error)
+
+
+def _abandon(trainer: Trainer, session: Session) -> None:
+    """Ends what a signal found before its first batch; what this rank failed with may be that another one has left."""
+    # Nobody leaves before all know why.
+    session.agreement.wait_for_answers()
+    trainer.state.stage = None
+    trainer.state.interrupt(session.agreement.reason)
+    _give_back(session, KeyboardInterrupt(session.agreement.reason))
+
+
+def _give_back(session: Session, error: BaseException) -> None:
+    try:
+        call_all(session.hooks.callbacks("on_exception"), error)
+        if session.source.datamodule is not None:
+            session.source.datamodule.on_exception(error)
+    finally:
+        session.close(failed=True)

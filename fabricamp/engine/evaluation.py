@@ -1,0 +1,181 @@
+"""The evaluation loop: validate, test and predict over one loader or several."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import ModuleHooks, call_all, overrides
+from fabricamp.state import NOT_VALIDATING, Scope, TrainerFn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fabricamp.data import Feed
+    from fabricamp.hooks import Hooks
+    from fabricamp.metrics import Metrics
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.state import RunState
+    from fabricamp.watchdog import StopAgreement
+
+
+class EvaluationLoop:
+    """One pass over the loaders of ``kind`` ("validation", "test" or "predict"); hooks and arguments are looked up once."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        module: TrainingModule,
+        precision: Precision,
+        state: RunState,
+        metrics: Metrics,
+        hooks: Hooks,
+        agreement: StopAgreement,
+        inference_mode: bool,
+    ) -> None:
+        self._kind = kind
+        self._module = module
+        self._precision = precision
+        self._state = state
+        self._metrics = metrics
+        self._agreement = agreement
+        self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
+        self._step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
+        self._arguments = _count_arguments(self._step)
+        self._in_fit = state.fitting
+        # The sanity check is short: it runs to its end.
+        self._stops = self._in_fit or state.fn is not TrainerFn.FITTING
+        self.cut_short = False
+        """Whether the ranks agreed not to end the last run: no hook of its end is called, and within fit it is as if not begun."""
+        self._start = hooks(f"on_{kind}_start")
+        self._end = hooks(f"on_{kind}_end")
+        self._epoch_start = hooks(f"on_{kind}_epoch_start")
+        self._epoch_end = hooks(f"on_{kind}_epoch_end")
+        self._batch_start = hooks(f"on_{kind}_batch_start")
+        self._batch_end = hooks(f"on_{kind}_batch_end")
+
+    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
+        """Runs every loader once; returns what the steps returned, a list a loader, where ``keep``."""
+        state = self._state
+        modes = [(submodule, submodule.training) for submodule in self._module.modules()]
+        getattr(self._module, f"on_{self._kind}_model_eval")()
+        before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
+        state.num_dataloaders = len(feeds)
+        counted = state.batches_done
+        self.cut_short = False
+        state.evaluated = 0 if self._in_fit else NOT_VALIDATING
+        if state.fn is not TrainerFn.FITTING:
+            self._agreement.begin()
+        with self._no_gradients():
+            state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+            call_all(self._start)
+            call_all(self._epoch_start)
+            outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
+            state.batches_done = counted
+            self._agree_on_the_end()
+            if not self.cut_short:
+                self._call_end()
+        state.evaluated = NOT_VALIDATING
+        state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
+        self._restore_modes(modes)
+        return outputs
+
+    def _agree_on_the_end(self) -> None:
+        """Learns whether a rank stopped on the way; all ranks have to know it before the next exchange."""
+        if self._stops:
+            self.cut_short = self._agreement.ended_early(here=self.cut_short)
+
+    def _call_end(self) -> None:
+        call_all(self._epoch_end)
+        if self._kind != "predict":
+            self._metrics.end_evaluation(self._state.global_step)
+            self._state.scope = Scope.NOWHERE  # what is logged now would get lost
+        call_all(self._end)
+
+    def _run_loader(self, feed: Feed, dataloader_idx: int, *, keep: bool) -> list[Any]:
+        state = self._state
+        state.dataloader_idx = dataloader_idx
+        # As in Lightning: hooks that do not take the loader's number do with one loader.
+        number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
+        if self._kind != "predict":
+            state.scope = Scope.EVAL_STEP
+        outputs: list[Any] = []
+        if self.cut_short:
+            return outputs
+        for batch_idx, batch in enumerate(feed):
+            state.batch = batch
+            for hook in self._batch_start:
+                hook(batch, batch_idx, *number)
+            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments]
+            output = self._precision.forward(self._step, *arguments)
+            for hook in self._batch_end:
+                hook(output, batch, batch_idx, *number)
+            if keep:
+                outputs.append(output)
+            if self._stops and self._count_and_stop():
+                break
+        if self._kind != "predict":
+            state.scope = Scope.EVAL_EPOCH
+        return outputs
+
+    def _count_and_stop(self) -> bool:
+        """Counts a batch as the stop agreement does; returns whether all ranks agreed to end here."""
+        state = self._state
+        if self._in_fit:
+            state.evaluated += 1
+            reached = state.evaluated >= state.hold_evaluated
+        else:
+            state.batches_done += 1
+            reached = state.batches_done >= state.hold_at
+        self.cut_short = reached and self._agreement.hold()
+        return self.cut_short
+
+    def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
+        name = f"on_{self._kind}_model_train"
+        if overrides(self._module, name, ModuleHooks):
+            getattr(self._module, name)()
+            return
+        for submodule, training in modes:
+            submodule.training = training
+
+
+def _count_arguments(step: Callable[..., Any]) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) the step takes by position."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return 2
+    count = sum(
+        parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD} for parameter in parameters
+    )
+    if not 1 <= count <= 3:
+        raise ConfigError(
+            f"{step.__qualname__} takes {count} arguments; it gets (batch), (batch, batch_idx) or those and dataloader_idx"
+        )
+    return count
+
+
+def gather_predictions(everyone: list[list[list[Any]]]) -> list[Any]:
+    """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
+    merged = []
+    for ranks in zip(*everyone, strict=True):
+        longest = max(map(len, ranks))
+        merged.append(
+            [batches[position] for position in range(longest) for batches in ranks if position < len(batches)]
+        )
+    return merged[0] if len(merged) == 1 else merged
+
+
+def print_results(kind: str, results: list[dict[str, float]]) -> None:
+    """Prints the logged values as a table, a column a loader."""
+    from rich import get_console
+    from rich.table import Table
+
+    table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
+    for name in sorted({name for result in results for name in result}):
+        table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
+    get_console().print(table)

@@ -1,0 +1,260 @@
+"""The hot path: fit -> epoch -> batch; update.py has what a batch goes through.  Hooks are looked up before the first one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from fabricamp.data import set_epoch
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import call_all
+from fabricamp.state import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.autograd.graph import GradientEdge
+
+    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.update import Update
+
+_LOG = logging.getLogger("fabricamp")
+
+
+class FitLoop:
+    """Runs epochs until a limit or a stop, with validation and flushes in between."""
+
+    def __init__(self, parts: FitParts, update: Update) -> None:
+        self.parts = parts
+        self.update = update
+        self.state = parts.state
+        self.metrics = parts.metrics
+        self.limits = parts.limits
+        self._step = parts.step
+        self._batch_start = parts.hooks("on_train_batch_start")
+        self._batch_end = parts.hooks("on_train_batch_end")
+        self._settings = parts.limits.settings
+        self._validates = parts.validate is not None
+        self._due = 0
+        self._accumulate_grad_nodes: list[GradientEdge] = []
+        self._told_of_no_step = False
+
+    def run(self) -> None:
+        """Trains until a limit or a stop."""
+        state, hooks = self.state, self.parts.hooks
+        if self.parts.feed.limit == 0:  # limit_train_batches=0: nothing is trained
+            return
+        state.scope = Scope.TRAIN_EPOCH
+        # Within an epoch, what the hooks of its beginning log is among the values that were saved.
+        self.metrics.muted = self.parts.moments.resumed and state.batch_idx > 0
+        call_all(hooks("on_train_start"))
+        epoch_start = hooks("on_train_epoch_start")
+        # The order at the end of an epoch: callbacks, module, reduction over ranks, then those that read the reduced values.
+        epoch_end = hooks.callbacks("on_train_epoch_end", monitors=False) + hooks.module("on_train_epoch_end")
+        monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
+        if state.batch_idx == 0:
+            self._take_up()
+        self.parts.agreement.begin()
+        while self._goes_on() and not self._is_cut():
+            state.scope = Scope.TRAIN_EPOCH
+            set_epoch(self.parts.loader, state.epoch)
+            before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
+            call_all(epoch_start)
+            if before is not None:  # the epoch goes on: what they count of it is counted
+                before.restore()
+            self._follow_freezing()
+            whole = self._catch_up()
+            complete = self._run_epoch() if whole is None else whole
+            if state.cut:
+                break
+            if not complete:
+                self.parts.moments.note_cut()
+            state.scope = Scope.TRAIN_EPOCH
+            call_all(epoch_end)
+            self.metrics.end_train_epoch(state.global_step)
+            if complete:
+                self.update.schedules.end_epoch_monitored(self.state.epoch)
+            state.epoch_ended, state.closed_at = complete, state.batches_done
+            state.scope = Scope.NOWHERE  # what is logged now would be in no epoch
+            call_all(monitors)
+            if complete:
+                state.epoch += 1
+                state.batch_idx = 0
+            state.epoch_ended = False
+        state.scope = Scope.NOWHERE
+        if not state.interrupted:  # else the run that goes on delivers what is under way, where this one would have
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Acts on the outcomes and values of the last steps, which are under way yet."""
+        if self.update.outcomes is not None:
+            self.update.outcomes.finish()
+        self.metrics.drain()
+
+    def end(self) -> None:
+        """The hooks behind a training that was not interrupted."""
+        if self.parts.feed.limit != 0:
+            call_all(self.parts.hooks("on_train_end"))
+
+    def _goes_on(self) -> bool:
+        """Whether there is an epoch to run, or one to end that a resumed run was cut in behind its last step."""
+        state = self.state
+        begun = state.batch_idx > 0 and not 0 <= self._settings.max_epochs <= state.epoch
+        return not self._done() or (begun and state.closed_at != state.batches_done)
+
+    def _is_cut(self) -> bool:
+        """Whether a signal that came since the last batch ends the run here."""
+        return self.state.batches_done >= self.state.hold_at and self.parts.agreement.hold()
+
+    def _follow_freezing(self) -> None:
+        """Hooks may have frozen or unfrozen parameters; the strategy then wraps the step anew."""
+        step = self.parts.strategy.rewrap_module(self._step)
+        if step is not self._step:
+            self._step = step
+            self.update.use(step)
+        # AccumulateGrad nodes, where autograd's graph ends.  A parameter has only a weak pointer to its own (grad_accumulator_), so
+        # each step would make them anew, under the interpreter's lock.  Other kinds of parameters (quantised, sharded) may have no
+        # view to find it by.
+        trained = [one for one in self.parts.module.parameters() if type(one) is Parameter and one.requires_grad]
+        self._accumulate_grad_nodes = [get_gradient_edge(one) for one in trained]
+
+    def _take_up(self) -> None:
+        """Once in a resumed run: its generators, and what the step before the cut has still to be followed by."""
+        self.metrics.muted = False
+        if self.parts.moments.take_up():
+            self._after_step()
+
+    def _catch_up(self) -> bool | None:
+        """Does what a resumed run was cut before; returns None where batches follow, else whether those of the epoch are done."""
+        state, feed = self.state, self.parts.feed
+        self._take_up()
+        if state.batch_idx == 0:
+            return None
+        at_end = feed.last or state.batch_idx >= feed.limit
+        pending = self._validates and state.validated_at != state.batches_done and self._validation_is_due(at_end)
+        if pending and self._validate():
+            return False
+        return at_end if self._done(in_epoch=True) else None
+
+    def _run_epoch(self) -> bool:
+        """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
+        state, feed, update = self.state, self.parts.feed, self.update
+        batch_end, run_batch = self._batch_end, update.run_batch
+        starts, validates, settings = bool(self._batch_start), self._validates, self._settings
+        state.scope = Scope.TRAIN_STEP
+        first, steps = state.batch_idx, state.global_step
+        # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
+        last = first > 0
+        for batch_idx, batch in enumerate(feed.behind(first), first):
+            state.batch, last = batch, feed.last
+            if starts and self._skips(batch, batch_idx):
+                last = True
+                self.parts.meet_at_end_of_data(batch_idx + 1)
+                update.drop_window()
+                update.schedules.end_epoch(state.epoch)
+                break
+            outputs = run_batch(batch, batch_idx, last)
+            if last:
+                feed.finish()
+                self.parts.meet_at_end_of_data(batch_idx + 1)
+                update.schedules.end_epoch(state.epoch)
+            # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
+            state.batch_idx = batch_idx + 1
+            state.batches_done += 1
+            for hook in batch_end:
+                hook(outputs, batch, batch_idx)
+            stepped = update.stepped
+            if stepped and state.global_step >= self._due:
+                self._after_step()
+            if validates and self._validation_is_due(last) and self._validate():
+                last = False  # a run that goes on from here begins with this validation
+                break
+            if stepped or last:
+                update.stepped = False
+                if (state.should_stop or state.global_step >= settings.max_steps >= 0) and self._done(in_epoch=True):
+                    break
+                state.passed = state.batches_done
+            if state.batches_done >= state.hold_at and self.parts.agreement.hold():
+                break
+        self._check_fed(trained=state.global_step > steps or not last or first == state.batch_idx > 0)
+        state.batch = None
+        return last
+
+    def _skips(self, batch: Any, batch_idx: int) -> bool:
+        """Runs every hook before the batch; returns whether one of them answered -1: skip the rest of the epoch."""
+        skips = False
+        for hook in self._batch_start:
+            skips = hook(batch, batch_idx) == -1 or skips
+        return skips
+
+    def _check_fed(self, *, trained: bool) -> None:
+        """Raises where an epoch had no batch; warns, once, where it had no step."""
+        if self.state.batch is None and not self.state.batch_idx:
+            raise ConfigError(
+                f"the train loader gave no batch in epoch {self.state.epoch}; check the data set and the batch size (an iterator "
+                "is used up after one pass: give a loader that can be iterated again)"
+            )
+        if trained or self._told_of_no_step or self.parts.strategy.rank:
+            return
+        self._told_of_no_step = True
+        if not self.state.batch_idx:
+            why = "on_train_batch_start returned -1 before its first batch"
+        elif self.parts.module.automatic_optimization:
+            why = "training_step returned None for each of its batches; return the loss"
+        else:
+            why = "training_step called no optimizer's step; call self.optimizers().step() in it"
+        _LOG.warning("fabricamp: epoch %d ended without a step: %s", self.state.epoch + 1, why)
+
+    def _done(self, *, in_epoch: bool = False) -> bool:
+        """Whether training ends at this boundary: behind a step ``in_epoch``, or between two epochs."""
+        state, settings, requests = self.state, self._settings, self.parts.requests
+        boundary = state.batches_done + (0.0 if in_epoch else 0.5)
+        if state.global_step >= settings.max_steps >= 0 or (state.epoch >= settings.max_epochs >= 0 and not in_epoch):
+            return True
+        if state.should_stop:
+            if state.cut:
+                return True
+            if state.global_step < settings.min_steps or state.epoch < settings.min_epochs:
+                requests.spread()
+            elif state.agreed or requests.all_ask(boundary):
+                return True
+        state.passed = boundary
+        return False
+
+    def _after_step(self) -> None:
+        """What is not to be done at every step: flushes and their arrival, the look at the clock."""
+        step, every, deadline = self.state.global_step, self._settings.log_every_n_steps, self.limits.deadline
+        self.metrics.poll(step)
+        if step % every == 0:
+            self.metrics.flush(step)
+            if self.update.outcomes is not None:
+                self.update.outcomes.report_skips()
+        self._due = min(self.metrics.due, step - step % every + every)
+        if deadline is not None:
+            self._due = step + 1
+            if time.monotonic() >= deadline:
+                self.state.ask("max_time")
+
+    def _validation_is_due(self, last: bool) -> bool:
+        limits, state, every_epochs = self.limits, self.state, self._settings.check_val_every_n_epoch
+        if every_epochs is None:
+            return state.batches_done % limits.validate_every == 0
+        if (state.epoch + 1) % every_epochs:
+            return False
+        return last if limits.validate_every == float("inf") else state.batch_idx % limits.validate_every == 0
+
+    def _validate(self) -> bool:
+        """Runs validation; returns whether a stop cut it short."""
+        validate = cast("Callable[[], bool]", self.parts.validate)
+        if self.update.window_state() is None:
+            self.parts.module.on_validation_model_zero_grad()
+        self.state.batch = None
+        cut_short = validate()
+        if not cut_short:
+            self.state.validated_at = self.state.batches_done
+        self.state.scope = Scope.TRAIN_STEP
+        return cut_short

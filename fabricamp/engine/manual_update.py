@@ -1,0 +1,140 @@
+"""The other ways to make an update: in the user's own training_step, or by an optimizer that calls the forward itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from fabricamp.engine.update import Update
+from fabricamp.errors import ConfigError
+from fabricamp.precision.plain_step import clip_gradients, demands_closure, write_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.engine.parts import FitParts
+    from fabricamp.precision.base import Clip
+
+
+class ManualUpdate(Update):
+    """Manual optimization: ``training_step`` calls ``manual_backward``, and ``step`` of what ``optimizers()`` returned."""
+
+    def __init__(self, parts: FitParts) -> None:
+        super().__init__(parts)
+        self._clips: dict[Optimizer, Clip] = {}
+        self._all = set(parts.optimizers)
+        self._not_stepped = set(parts.optimizers)
+        self._accumulates = False  # whether a training_step has ended with gradients that no step had used
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs the user's step; one in which an optimizer stepped makes a window."""
+        output = self._forward(batch, batch_idx)
+        if self._not_stepped and not self._whole:
+            self._accumulates = True
+        self._not_stepped, self._whole = self._all.copy(), True
+        if self.stepped:
+            self._close_window(self.loss)
+            self.loss = None
+        return self._detached(output) if self._wants_outputs else None
+
+    def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
+        """What ``TrainingModule.manual_backward`` runs."""
+        self.loss = loss.detach()
+        self._whole = False
+        for hook in self._before_backward:
+            hook(loss)
+        self._precision.backward(
+            loss, loss_id, partial(self._run_backward, *args) if args else self._run_backward, **options
+        )
+        for hook in self._after_backward:
+            hook()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """What ``step`` of an optimizer from ``TrainingModule.optimizers()`` runs."""
+        if closure is not None and demands_closure(optimizer):
+            self.stepped = True
+            self._not_stepped.discard(optimizer)
+            try:
+                return optimizer.step(partial(self.counted_once, optimizer, closure))
+            finally:
+                self._metrics.muted = False
+        result = closure() if closure is not None else None
+        gradients = self._strategy.reduce_gradients(self._precision.gradients(optimizer))
+        if self._before_step:
+            self._precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
+        else:
+            self._precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
+        self.stepped = True
+        self._not_stepped.discard(optimizer)
+        return result
+
+    def _run_hooks(self, optimizer: Optimizer) -> Clip | None:
+        """Runs the hooks before a step, one of which may ask for clipping."""
+        for hook in self._before_step:
+            hook(optimizer)
+        return self._clips.pop(optimizer, None)
+
+    def window_state(self) -> dict[str, Any] | None:
+        """Returns the state of a window where the user lets gradients stay from one training_step to the next."""
+        if not self._accumulates or not self._whole:
+            return None
+        loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
+        return self._open_window(loss)
+
+    def load_window_state(self, window: dict[str, Any]) -> str:
+        """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        self._accumulates = True
+        problem = super().load_window_state(window)
+        self.loss = None  # the loss of the last backward, which a verdict shows, is that of a step to come
+        return problem
+
+    def clip(self, optimizer: Optimizer, clip: Clip) -> None:
+        """What ``TrainingModule.clip_gradients`` runs: the next step clips, once gradients are averaged and unscaled."""
+        if demands_closure(optimizer):
+            clip_gradients(optimizer, clip)
+        else:
+            self._clips[optimizer] = clip
+
+
+class ClosureUpdate(Update):
+    """LBFGS and its like: the optimizer calls forward and backward itself, as often as it likes."""
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs the optimizer on one batch; ``self.log`` counts the first forward."""
+        optimizer = cast("Optimizer", self._optimizer)
+        outputs: list[Any] = []
+
+        def forward_backward() -> Tensor:
+            self.loss = None
+            outputs.append(self._forward_backward(batch, batch_idx))
+            loss = cast("Tensor | None", self.loss)
+            if loss is None:
+                name = type(optimizer).__name__
+                raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
+            if self._memory is not None:
+                write_gradients(optimizer, self._strategy.reduce_gradients(self._memory()))
+            return loss
+
+        def closure() -> Tensor:
+            loss: Tensor = self.counted_once(optimizer, forward_backward)
+            if self._own_clipping is not None:
+                self._own_clipping(optimizer, self._clip and self._clip.value, self._clip and self._clip.algorithm)
+            elif self._clip is not None:
+                clip_gradients(optimizer, self._clip)
+            return loss
+
+        try:
+            if self._own_step is not None:
+                self._own_step(self._state.epoch, batch_idx, optimizer, closure)
+            else:
+                optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
+        finally:
+            self._metrics.muted = False
+        loss, self.loss = self.loss, None
+        self._close_window(loss)
+        return outputs[0] if outputs else None

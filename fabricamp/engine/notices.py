@@ -1,0 +1,124 @@
+"""The lines that tell, on rank 0, how a run begins and why it ended: one each, all of them from here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.engine.session import Session
+    from fabricamp.trainer import Trainer
+
+
+class Notices:
+    """Tells of one run; says nothing on other ranks, nor where both progress bar and model summary are switched off."""
+
+    def __init__(self, session: Session) -> None:
+        self._trainer = session.trainer
+        self._session = session
+        self._first = session.trainer.state.batches_done
+        shows = any(isinstance(one, ProgressBar | ModelSummary) for one in session.trainer.callbacks)
+        self._speaks = shows and session.trainer.is_global_zero
+
+    def begin(self) -> None:
+        """What a fit runs on, where its files go, and what it goes on from."""
+        self._first = self._trainer.state.batches_done
+        self._say(*self._beginning())
+
+    def weights(self) -> None:
+        """Which file an evaluation takes its weights from, where it was given one."""
+        checkpoint = self._session.checkpoint
+        if checkpoint is not None:
+            step = checkpoint.get("global_step")
+            self._say(f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}"))
+
+    def end(self) -> None:
+        """Why a fit ended, and which checkpoint to take; that of a trial run is known."""
+        if not self._trainer.fast_dev_run:
+            self._say("; ".join(part for part in (self._reason(), best_checkpoint(self._trainer)) if part))
+
+    def _beginning(self) -> Iterator[str]:
+        trainer, settings = self._trainer, self._session.settings
+        parts = f"strategy {self._session.strategy.name}, precision {self._session.precision.name}"
+        yield f"{_machine(trainer)}, {parts}"
+        if settings.fast_dev_run:
+            batches = "1 batch" if settings.fast_dev_run == 1 else f"{settings.fast_dev_run} batches"
+            yield f"fast_dev_run: {batches} of each loader, without logs and checkpoints"
+            return
+        yield from _folders(trainer)
+        if settings.max_epochs_by_default:
+            yield f"max_epochs was not given: {settings.max_epochs} epochs (-1 for no limit)"
+        if trainer.ckpt_path is not None:
+            epoch, last = trainer.state.epoch + 1, settings.max_epochs
+            place = f"epoch {epoch}" if last < 0 else f"epoch {min(epoch, last)}/{last}"
+            yield f"Resumed from {shown(trainer.ckpt_path)}: {place}, step {trainer.state.global_step}"
+
+    def _reason(self) -> str:
+        state, settings = self._trainer.state, self._session.settings
+        if self._session.data.num_training_batches == 0:
+            return "Nothing was trained: limit_train_batches=0"
+        if state.global_step >= settings.max_steps >= 0:
+            reason = f"max_steps={settings.max_steps} reached"
+        elif state.should_stop:
+            reason = state.stop_reason
+        else:
+            reason = f"max_epochs={settings.max_epochs} reached"
+        if state.batches_done == self._first:
+            return f"Nothing left to train at step {state.global_step}: {reason} already"
+        return f"Ended at step {state.global_step}: {reason}"
+
+    def _say(self, *lines: str) -> None:
+        for line in lines if self._speaks else ():
+            say(line)
+
+
+def say(line: str) -> None:
+    """Prints ``line``; on a terminal it is broken between words."""
+    if sys.stdout.isatty():
+        width = max(shutil.get_terminal_size().columns, 20)
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(line, flush=True)
+
+
+def shown(path: str | Path | None) -> str:
+    """The path as one would type it here."""
+    return str(path).removeprefix(str(Path.cwd()) + os.sep)
+
+
+def best_checkpoint(trainer: Trainer) -> str:
+    """Names the best checkpoint with its score, or the newest one where nothing is monitored."""
+    callback = trainer.checkpoint_callback
+    if callback is None or not callback.best_model_path:
+        return ""
+    score = callback.best_model_score
+    if callback.monitor is None or score is None:
+        return f"checkpoint: {shown(callback.best_model_path)}"
+    return f"best checkpoint ({callback.monitor} {float(score):.4g}): {shown(callback.best_model_path)}"
+
+
+def _machine(trainer: Trainer) -> str:
+    device, count = trainer.strategy.device, trainer.world_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    processes = "1 process" if count == 1 else f"{count} processes"
+    return f"{name}, {processes}" + (f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else "")
+
+
+def _folders(trainer: Trainer) -> Iterator[str]:
+    """Where logs and checkpoints go: one line where the checkpoints lie within the logs."""
+    logs = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), "")
+    saving = next((one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath), "")
+    if logs and saving.startswith(logs):
+        yield f"Logs and checkpoints: {shown(logs)}"
+        return
+    yield from (f"{what}: {shown(folder)}" for what, folder in (("Logs", logs), ("Checkpoints", saving)) if folder)

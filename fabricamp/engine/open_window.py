@@ -1,0 +1,124 @@
+"""The accumulation window that is open when a checkpoint is written: its gradients are saved, so nothing is replayed."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint.record import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabricamp.engine.update import Update
+    from fabricamp.module import TrainingModule
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+
+_LOG = logging.getLogger("fabricamp")
+
+
+class OpenWindow(Section):
+    """The open window of a fit; ``update`` is there while the loop runs, and the gradients with it."""
+
+    name = "open window"
+
+    def __init__(self, module: TrainingModule, state: RunState, strategy: Strategy) -> None:
+        self.update: Update | None = None
+        self._module = module
+        self._state = state
+        self._strategy = strategy
+        self._stepped = False
+
+    def repeated_batches(self) -> int:
+        """How many micro-batches a run that goes on from here has to repeat: those of a window whose gradients cannot be saved."""
+        window = self.update.window_state() if self.update is not None else None
+        return self._state.open_batches if window is None else 0
+
+    def take_stepped(self) -> bool:
+        """Returns, once, whether the step before the cut is still to be followed by what follows steps."""
+        stepped, self._stepped = self._stepped, False
+        return stepped
+
+    def save(self) -> dict[str, Any]:
+        """Returns the gradients, stacked over the ranks, which meet here."""
+        update = self.update
+        return {
+            "loops.fit.stepped": update is not None and update.stepped,
+            "loops.fit.open_batches": self._state.open_batches - self.repeated_batches(),
+            "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
+        }
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Goes on within the window; says where that cannot be.  Other libraries' files have none."""
+        loop = checkpoint.get("loops", {}).get("fit", {})
+        self._stepped = bool(loop.get("stepped"))
+        if loop.get("window") is None:
+            return
+        assert self.update is not None
+        problem = _given_back(loop["window"], self._module, self.update, self._strategy)
+        self._state.open_batches = 0 if problem else int(loop["open_batches"])
+        if problem and self._strategy.rank == 0:
+            _LOG.warning(
+                "fabricamp: the checkpoint was written within an accumulation window, whose gradients are left out, of %s "
+                "micro-batches: %s",
+                loop["open_batches"], problem,
+            )  # fmt: skip
+
+
+def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dict[str, Any] | None:
+    """Returns the gradients of the open window, stacked over the ranks; None where no window is open."""
+    window = update.window_state()
+    if window is None:
+        return None
+    parameters = dict(module.named_parameters())
+    held = [name for name, parameter in parameters.items() if parameter.grad is not None]
+    everywhere = strategy.all_gather_object(held)
+    wanted = {name for names in everywhere for name in names}
+    gradients = {}
+    for name, parameter in parameters.items():
+        if name in wanted:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name] = _stacked(own.detach(), strategy)
+    return {
+        **window,
+        "gradients": gradients,
+        "held": everywhere,
+        "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
+    }
+
+
+def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
+    """Gives the open window back to this rank; returns why that cannot be, or an empty string.
+
+    Another number of ranks gets the mean of all: what the average over the ranks makes of it is the same.
+    """
+    same_ranks = len(window["held"]) == strategy.world_size
+    own = strategy.rank if same_ranks else None
+    parameters = dict(module.named_parameters())
+    gradients = {name: _unstacked(stacked, own) for name, stacked in window["gradients"].items()}
+    for name, gradient in gradients.items():
+        if name not in parameters or parameters[name].shape != gradient.shape:
+            return f"it has a gradient of {name}, and this module no such parameter"
+    if problem := update.load_window_state({**window, "tensors": [_unstacked(one, own) for one in window["tensors"]]}):
+        return problem
+    held = window["held"][strategy.rank] if same_ranks else gradients
+    strategy.resume_window()
+    for name in held:
+        parameter = parameters[name]
+        parameter.grad = gradients[name].to(parameter.device, copy=True)
+    return ""
+
+
+def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
+    """``tensor`` of every rank, behind a new first dimension; in host memory where there are several."""
+    return tensor.unsqueeze(0) if strategy.world_size == 1 else strategy.all_gather(tensor).cpu()
+
+
+def _unstacked(stacked: Tensor, rank: int | None) -> Tensor:
+    """One rank's tensor, or the mean of all; of integers, which have no mean, rank 0's."""
+    if rank is not None or not stacked.is_floating_point():
+        return stacked[rank or 0]
+    return stacked.float().mean(0).to(stacked.dtype) if stacked.dtype != torch.float64 else stacked.mean(0)

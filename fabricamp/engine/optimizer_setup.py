@@ -1,0 +1,166 @@
+"""What ``configure_optimizers`` returned, checked and in one form; and the optimizer as manual optimization sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.optimizers.parameters import owned_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """A learning-rate scheduler and when it steps: every ``frequency`` epochs, or applied steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+
+class ManagedOptimizer:
+    """An optimizer under manual optimization: its ``step`` also exchanges gradients, unscales, checks and counts.
+
+    Everything else is the optimizer's own.  ``update`` is what ``step`` runs, from the first ``training_step`` on.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.update: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first where one is given."""
+        if self.update is None:
+            raise ConfigError(
+                "the Trainer steps the optimizer under automatic optimization; to call step yourself, in training_step, set "
+                "self.automatic_optimization = False in __init__"
+            )
+        return self.update(self.optimizer, closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"Managed{self.optimizer!r}"
+
+
+def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
+
+    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
+    ``"lr_scheduler"``; a list or tuple of such dicts; None.  Raises :class:`ConfigError` for anything else, and for a scheduler
+    whose optimizer is not among them.
+    """
+    optimizers, schedulers = _parts(returned)
+    for config in schedulers:
+        followed = getattr(config.scheduler, "optimizer", None)
+        # By their groups: LARC shares those of the optimizer that it wraps.
+        if followed is not None and not any(followed.param_groups is one.param_groups for one in optimizers):
+            raise ConfigError(
+                f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(followed).__name__} that "
+                "configure_optimizers did not return; build it from the optimizer that is returned"
+            )
+    return optimizers, schedulers
+
+
+def _parts(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    if returned is None:
+        return [], []
+    if _is_optimizer(returned):
+        return [returned], []
+    if isinstance(returned, dict):
+        return _from_dicts([returned])
+    if isinstance(returned, (list, tuple)):
+        if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
+            optimizers, schedulers = returned
+            return [_optimizer(one) for one in optimizers], [_scheduler(one) for one in schedulers]
+        if returned and all(isinstance(part, dict) for part in returned):
+            return _from_dicts(returned)
+        return [_optimizer(one) for one in returned], []
+    raise ConfigError(
+        f"configure_optimizers returned {type(returned).__name__}; return an optimizer, a list of them, a pair ([optimizers], "
+        "[schedulers]), a dict with 'optimizer' and 'lr_scheduler', a list of such dicts, or None"
+    )
+
+
+def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
+    """Raises :class:`ConfigError` where an optimizer updates tensors that are not the module's parameters, or one stands twice."""
+    mine = {id(parameter) for parameter in module.parameters()}
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ConfigError("configure_optimizers returned the same optimizer twice; return each one once")
+    for number, optimizer in enumerate(optimizers):
+        foreign = [tuple(parameter.shape) for parameter in owned_parameters(optimizer) if id(parameter) not in mine]
+        if foreign:
+            raise ConfigError(
+                f"optimizer {number} ({type(optimizer).__name__}) updates {len(foreign)} tensors that are not parameters of "
+                f"{type(module).__name__} (the first has shape {foreign[0]}); build it from self.parameters() in "
+                "configure_optimizers, after the layers have their final form"
+            )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Optimizer) or (hasattr(value, "step") and hasattr(value, "param_groups"))
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if not _is_optimizer(value):
+        raise ConfigError(
+            f"configure_optimizers returned a {type(value).__name__} where an optimizer was expected: {value!r}; "
+            "return schedulers as the second list of a pair, or as 'lr_scheduler' in a dict"
+        )
+    return value  # type: ignore[no-any-return]  # duck-typed: LARC wraps an optimizer without being one
+
+
+def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers, schedulers = [], []
+    for one in dicts:
+        for key in one:
+            if key not in OPTIMIZER_KEYS:
+                raise ConfigError(
+                    f"configure_optimizers returned a dict with key {key!r}{nearest(key, OPTIMIZER_KEYS)} "
+                    f"(known: {', '.join(OPTIMIZER_KEYS)})"
+                )
+        if "optimizer" not in one:
+            raise ConfigError(f"configure_optimizers returned a dict without 'optimizer'; it has {sorted(one)}")
+        optimizers.append(_optimizer(one["optimizer"]))
+        if one.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(one["lr_scheduler"], monitor=one.get("monitor")))
+    return optimizers, schedulers
+
+
+def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
+    options = dict(value) if isinstance(value, dict) else {"scheduler": value}
+    for key in options:
+        if key not in SCHEDULER_KEYS:
+            raise ConfigError(
+                f"lr_scheduler has key {key!r}{nearest(key, SCHEDULER_KEYS)} (known: {', '.join(SCHEDULER_KEYS)})"
+            )
+    scheduler = options.get("scheduler")
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step()")
+    options.setdefault("monitor", monitor)
+    options.setdefault("reduce_on_plateau", plateau)
+    config = SchedulerConfig(**options)
+    if config.interval not in {"epoch", "step"}:
+        raise ConfigError(f"lr_scheduler interval={config.interval!r} is not known (known: 'epoch', 'step')")
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ConfigError(f"lr_scheduler frequency={config.frequency!r} is not allowed; give a whole number from 1")
+    if config.reduce_on_plateau and config.monitor is None:
+        raise ConfigError("a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches")
+    return config

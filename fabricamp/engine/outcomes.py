@@ -1,0 +1,92 @@
+"""What follows from a window's verdict: schedules that follow applied steps, a word on skipped ones, the end of a run."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from fabricamp.errors import NonFiniteError
+from fabricamp.precision.loss_scaler import PATIENCE
+from fabricamp.state import NON_FINITE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabricamp.engine.schedules import Schedules
+    from fabricamp.precision import Verdict
+    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+
+logger = logging.getLogger("fabricamp")
+
+
+class Outcomes:
+    """Acts on the verdicts of a Precision that may skip windows; every rank reads the same ones, at the same step."""
+
+    def __init__(self, verdicts: Verdicts, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
+        self._verdicts = verdicts
+        self._schedules = schedules
+        self._state = state
+        self._strategy = strategy
+        self._unreported_skips = 0
+
+    def close_window(self, loss: Tensor | None) -> None:
+        """Ends an update window, and acts on what became of the one ``lag`` windows ago."""
+        self._verdicts.launch_close(loss)
+        verdict = self._verdicts.note_closed()
+        if verdict is None:
+            return
+        if not verdict.applied:
+            self._note_skip(verdict)
+        elif self._verdicts.schedules_follow:
+            self._schedules.advance(verdict.applied_steps)
+
+    def _note_skip(self, verdict: Verdict) -> None:
+        if verdict.ends_run:
+            self._end_run()
+            return
+        self._unreported_skips += 1
+        if verdict.skipped_steps == 1:
+            self.report_skips()
+
+    def finish(self) -> None:
+        """Tells of overflows that no step told of, and ends the run for them where it has to; after the last batch."""
+        skipped = [verdict for verdict in self._verdicts.drain() if not verdict.applied]
+        ending = any(verdict.ends_run for verdict in skipped)
+        self._unreported_skips += 0 if ending else len(skipped)
+        self.report_skips()
+        if ending:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Stops or raises, at the same step on every rank: every one has read the same verdict."""
+        state, policy = self._state, self._verdicts.policy
+        if state.stop_reason == NON_FINITE:
+            return
+        explanation = self._verdicts.explain(state.global_step)
+        if policy == "stop":
+            explanation = (
+                f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
+            )
+            state.stop(NON_FINITE, explanation)
+        elif policy == "raise":
+            raise NonFiniteError(
+                f"{explanation}; weights are those from before it. Look for the operation with detect_anomaly=True, lower the "
+                "learning rate, or let such steps be left out with nan_policy='skip'"
+            )
+        else:
+            raise NonFiniteError(
+                f"{PATIENCE} steps in a row were skipped at the lowest loss scale ({self._verdicts.scale:g}): {explanation}. "
+                "Look for what is too large in data or loss, lower the learning rate, or train in bf16 ('O4', 'O5') or 'O0'"
+            )
+
+    def report_skips(self) -> None:
+        """Logs how many steps were skipped for overflow since it was last said."""
+        if self._unreported_skips and self._strategy.rank == 0:
+            logger.warning(
+                "fabricamp: %d of the last steps overflowed and were skipped (%d in all, loss scale now %g); "
+                "with a dynamic scale a skip now and then is how it is found",
+                self._unreported_skips, self._verdicts.skipped_steps, self._verdicts.scale,
+            )  # fmt: skip
+        self._unreported_skips = 0

@@ -1,0 +1,107 @@
+"""What a module's or a callback's source gives away before the first batch: a forgotten ``return``, a misspelt hook."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import logging
+from difflib import get_close_matches
+from itertools import pairwise
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.data import DataModule
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.state import TrainerFn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_LOG = logging.getLogger("fabricamp")
+_NEAR = 0.85
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
+    """Raises :class:`ConfigError` where ``module`` lacks what an entry point calls."""
+    name, needs = type(module).__name__, fn.value
+    step = _STEPS[fn]
+    by_forward = fn is TrainerFn.PREDICTING and overrides(module, "forward", Module)
+    if not (by_forward or overrides(module, step, TrainingModule)):
+        instead = ", or forward" if fn is TrainerFn.PREDICTING else ""
+        raise ConfigError(f"{name} has no {step}, which {needs} needs; write one{instead}")
+    if fn is not TrainerFn.FITTING:
+        return
+    if not overrides(module, "configure_optimizers", TrainingModule):
+        raise ConfigError(f"{name} has no configure_optimizers, which fit needs; return an optimizer from it, or None")
+    _check_training_step(module)
+
+
+def _check_training_step(module: TrainingModule) -> None:
+    """Raises :class:`ConfigError` for one that wants an iterator, or has no loss to return."""
+    step = module.training_step
+    name = f"{type(module).__name__}.training_step"
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise ConfigError(
+            f"{name} takes dataloader_iter, but it gets batches; write training_step(self, batch, batch_idx), and iterate over a "
+            "loader of your own where one step needs several batches"
+        )
+    if module.automatic_optimization and returns_nothing(step):
+        raise ConfigError(
+            f"{name} returns no value, so nothing would be trained; end it with 'return loss', or step the optimizers in it with "
+            "automatic_optimization = False"
+        )
+
+
+def returns_nothing(call: Any) -> bool:
+    """Whether ``call`` is written in Python and every ``return`` in it, written or not, is one of None."""
+    function = getattr(call, "__func__", call)
+    if not isinstance(function, FunctionType) or inspect.isgeneratorfunction(function):
+        return False
+    instructions = [one for one in dis.get_instructions(function) if one.opname != "NOP"]
+    returned = [
+        before if one.opname == "RETURN_VALUE" else one
+        for before, one in pairwise(instructions)
+        if one.opname in ("RETURN_VALUE", "RETURN_CONST")
+    ]
+    return bool(returned) and all(one.opname.endswith("_CONST") and one.argval is None for one in returned)
+
+
+def warn_of_misspelt_hooks(
+    module: TrainingModule, datamodule: DataModule | None, callbacks: Sequence[Callback]
+) -> None:
+    """Warns of methods whose names are nearly those of hooks that their classes leave alone."""
+    owners: list[tuple[Any, type]] = [(module, TrainingModule), *((one, Callback) for one in callbacks)]
+    if datamodule is not None:
+        owners.append((datamodule, DataModule))
+    for owner, base in owners:
+        for given, meant in misspelt_hooks(owner, base):
+            _LOG.warning("fabricamp: %s.%s is no hook; did you mean %r?", type(owner).__name__, given, meant)
+
+
+def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
+    """Yields each method of ``owner``'s own with the hook of ``base`` that it was probably meant to be."""
+    hooks = [name for name in dir(base) if _looks_like_a_hook(name)]
+    classes = [one for one in type(owner).__mro__ if one not in base.__mro__]
+    for name, value in {name: value for one in classes for name, value in vars(one).items()}.items():
+        if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
+            continue
+        for meant in get_close_matches(name, hooks, n=1, cutoff=_NEAR):
+            if not any(
+                name in vars(one) and meant in vars(one) for one in classes
+            ):  # else it is a helper of the hook's
+                yield name, meant
+
+
+def _looks_like_a_hook(name: str) -> bool:
+    return name.startswith(("on_", "configure_")) or name.endswith(("_step", "_dataloader", "_data"))

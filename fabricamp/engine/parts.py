@@ -1,0 +1,85 @@
+"""What a fit is made of: the parts that the loop and the update work with, and the limits that end a fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from fabricamp.data import Feed
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.engine.resume import Moments
+    from fabricamp.hooks import Hooks
+    from fabricamp.metrics import Metrics
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Clip, Precision
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+    from fabricamp.watchdog import LoopRequests, StopAgreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When training ends, and what happens every so often: the Trainer's settings, which may change meanwhile, and the rest."""
+
+    settings: Settings
+    deadline: float | None
+    validate_every: float
+
+
+@dataclass(slots=True, kw_only=True)
+class FitParts:
+    """What a fit is made of."""
+
+    module: TrainingModule
+    state: RunState
+    strategy: Strategy
+    precision: Precision
+    metrics: Metrics
+    hooks: Hooks
+    agreement: StopAgreement
+    requests: LoopRequests
+    feed: Feed
+    loader: Any
+    step: Callable[..., Any]
+    optimizers: list[Optimizer]
+    schedulers: list[SchedulerConfig]
+    clip: Clip | None
+    limits: Limits
+    validate: Callable[[], bool] | None
+    moments: Moments
+    meet_at_end_of_data: Callable[[int], None]
+
+
+def limits_of(settings: Settings, length: float, started: float) -> Limits:
+    """Returns the limits of a fit with ``length`` micro-batches an epoch that began at ``started`` (of ``time.monotonic``)."""
+    return Limits(
+        settings=settings,
+        deadline=None if settings.max_time is None else started + settings.max_time,
+        validate_every=_validation_interval(settings, length),
+    )
+
+
+def _validation_interval(settings: Settings, length: float) -> float:
+    interval = settings.val_check_interval
+    if isinstance(interval, int):
+        if interval > length and settings.check_val_every_n_epoch is not None and not settings.fast_dev_run:
+            raise ConfigError(
+                f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
+                "give less, or check_val_every_n_epoch=None to count across epochs"
+            )
+        return min(interval, length) if settings.fast_dev_run else interval
+    if length == float("inf"):
+        if interval != 1.0:
+            raise ConfigError(
+                f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
+            )
+        return length
+    return max(1, int(length * interval))

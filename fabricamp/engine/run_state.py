@@ -1,0 +1,123 @@
+"""What the state of a run is: its sections, put together from the parts that know their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import matched_states
+from fabricamp.checkpoint.record import Part, Record, Section
+from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
+from fabricamp.errors import CheckpointError
+from fabricamp.state import NON_FINITE, Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.engine.open_window import OpenWindow
+    from fabricamp.engine.session import Session
+    from fabricamp.state import RunState
+    from fabricamp.trainer.arguments import Settings
+
+WEIGHTS_ONLY = ("weights", "counters")
+TRAINING = ("counters", "optimizers", "learning-rate schedules", "precision", "callbacks", "datamodule", "loggers")
+POSITION = ("position in training", "open window")
+_COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
+
+
+def record_of(session: Session) -> Record:
+    """Returns the record of a run in its present state."""
+    moments, source = session.moments, session.source
+    return Record(
+        session.strategy,
+        [
+            Weights(session.module, session.strategy, session.precision, source.datamodule),
+            Counters(session.trainer.state, moments.window, session.settings),
+            Optimizers(session.optimizers),
+            Schedules(session.schedulers),
+            Part("precision", "amp", session.precision),
+            CallbackSection(session.trainer.callbacks),
+            Part("datamodule", "data.datamodule", source.datamodule),
+            moments.loggers,
+            moments,
+            moments.window,
+        ],
+    )
+
+
+@dataclass
+class Counters(Section):
+    """Where the run stands; an epoch that is over counts as the next one's beginning."""
+
+    name = "counters"
+
+    state: RunState
+    window: OpenWindow
+    settings: Settings
+
+    def save(self) -> dict[str, Any]:
+        """Returns them as a run that goes on from here has to count."""
+        state, repeated = self.state, self.window.repeated_batches()
+        in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
+        return {
+            "epoch": state.epoch + state.epoch_ended,
+            "global_step": state.global_step,
+            "loops.fit.batch_idx": 0 if state.epoch_ended else state.batch_idx - repeated,
+            "loops.fit.batches_done": state.batches_done - repeated,
+            "loops.fit.validations": state.validations + in_its_end,
+            "loops.fit.stop": state.stop_reason if state.should_stop and state.stop_reason != NON_FINITE else "",
+            "loops.fit.interrupted": state.interrupted,
+            "loops.fit.closed": state.epoch_ended or state.closed_at == state.batches_done,
+            "loops.fit.validated": state.epoch_ended or in_its_end or state.validated_at == state.batches_done,
+        }
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Puts the run where the checkpoint was written.
+
+        What asked it to stop asks again if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal was quicker; a
+        run that it has ended can go on.
+        """
+        missing = [name for name in _COMPLETE if name not in checkpoint]
+        if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
+            raise CheckpointError(f"{path} is incomplete: it has no {', '.join(map(repr, missing))}; use another one")
+        state, settings = self.state, self.settings
+        position = checkpoint.get("loops", {}).get("fit", {})
+        state.epoch = _counter(checkpoint, "epoch", path)
+        state.global_step = _counter(checkpoint, "global_step", path)
+        state.batch_idx = _counter(position, "batch_idx", path, within="loops.fit.")
+        state.batches_done = _counter(position, "batches_done", path, within="loops.fit.")
+        state.validations = _counter(position, "validations", path, within="loops.fit.")
+        state.validated_at = state.batches_done if position.get("validated", True) else -1
+        state.closed_at = state.batches_done if position.get("closed", True) else -1
+        waits = state.global_step < settings.min_steps or state.epoch < settings.min_epochs
+        if position.get("stop") and (waits or position.get("interrupted")):
+            state.ask(str(position["stop"]))
+
+
+@dataclass
+class CallbackSection(Section):
+    """What callbacks have counted, of those that count."""
+
+    name = "callbacks"
+
+    callbacks: Sequence[Callback]
+
+    def save(self) -> dict[str, Any]:
+        """Returns their state dicts by ``state_key``."""
+        return {"callbacks": {one.state_key: state for one in self.callbacks if (state := one.state_dict())}}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Gives each its own."""
+        for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
+            callback.load_state_dict(state)
+
+
+def _counter(values: dict[str, Any], name: str, path: str, within: str = "") -> int:
+    """The counter, 0 where another library's file has none; raises :class:`CheckpointError` where it is no whole number from 0."""
+    value = values.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(
+            f"{path}: its {within}{name} is {value!r}, not a whole number from 0; use an older checkpoint"
+        )
+    return value

@@ -1,0 +1,183 @@
+"""What a Trainer's entry points share: this process's place, the callbacks, and the session of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp import launch
+from fabricamp.callbacks._ckpt_path import resolve_checkpoint
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.data import DataModule
+from fabricamp.engine.ending import giving_back
+from fabricamp.engine.oversights import check_steps
+from fabricamp.engine.session import Session
+from fabricamp.engine.source import GivenData
+from fabricamp.errors import ConfigError
+from fabricamp.module import TrainingModule
+from fabricamp.not_offered import lightnings
+from fabricamp.rng import deterministic_mode
+from fabricamp.state import RunState, TrainerFn
+from fabricamp.watchdog import interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.strategies.base import Environment
+    from fabricamp.trainer import Trainer
+    from fabricamp.trainer.arguments import Settings
+
+
+class Runner:
+    """What fit, validate, test and predict of a Trainer need and its users do not.
+
+    ``session`` is the running, or last, one on this process; ``launches`` says that workers have to be started for each.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        environment: Environment | None,
+        device_indices: list[int],
+        given_callbacks: list[Callback],
+        default_callbacks: list[Callback],
+    ) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self.environment = environment
+        self.num_processes = len(device_indices)  # of this node
+        self.launches = environment is None and self.num_processes > 1
+        self.session: Session | None = None
+        self.skipped_in_workers = 0
+        self.device_indices = device_indices
+        self._given_callbacks = given_callbacks
+        self._default_callbacks = default_callbacks
+        self._callbacks_of: TrainingModule | None = None
+        self._own_callbacks: list[Callback] = []
+        self._put: list[Callback] = []
+        self.take_callbacks(None)
+
+    def become_worker(self) -> None:
+        """Takes its rank from the variables that a starter has set; for workers that were forked or spawned with the Trainer."""
+        self.environment = launch.detect() or self.trainer.strategy.environment
+        self.launches = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the last run, whose threads and loops stay in their process."""
+        return {**self.__dict__, "session": None}
+
+    def take_callbacks(self, module: TrainingModule | None) -> None:
+        """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last.
+
+        What somebody has added to ``trainer.callbacks``, or removed from it, since the last time is as if given so.
+        """
+        listed = self.trainer.callbacks
+        self._given_callbacks += [one for one in listed if not _holds(self._put, one)]
+        gone = [one for one in self._put if not _holds(listed, one)]
+        self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
+        self._default_callbacks = [one for one in self._default_callbacks if not _holds(gone, one)]
+        if module is not None and module is not self._callbacks_of:
+            # Once a module: what they have seen lasts from one run to the next, as with those that were given.
+            found = module.configure_callbacks()
+            self._callbacks_of, self._own_callbacks = (
+                module,
+                list(found) if isinstance(found, (list, tuple)) else [found],
+            )
+        own = self._own_callbacks
+        replaced = {type(one) for one in own}
+        callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
+        callbacks += [
+            one for one in self._default_callbacks if not any(isinstance(other, type(one)) for other in callbacks)
+        ]
+        if self.settings.fast_dev_run:
+            callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
+        self._put = sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
+        self.trainer.callbacks[:] = self._put
+
+    @contextlib.contextmanager
+    def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
+        """Takes this process's place and makes a session, whose parts are given back however it ends."""
+        self.session = session = self._enter(fn, module, source)
+        with (
+            deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
+            self._anomalies(),
+            # Before there are loader workers: these then leave Ctrl-C to this process.
+            interrupts(session.agreement),
+            giving_back(self.trainer, session),
+        ):
+            yield session
+        if session.agreement.asked and not self.trainer.interrupted:  # since the last place to stop at
+            self.trainer.state.interrupt(session.agreement.asked)
+
+    def check_call(
+        self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
+    ) -> tuple[TrainingModule, GivenData]:
+        """Returns the module and the data that an entry point was given; raises :class:`ConfigError` for what cannot work."""
+        if module is None and self.session is not None:
+            module = self.session.module
+            datamodule = datamodule or (self.session.source.datamodule if evaluation is None else None)
+        name = fn.value
+        for given in (module, train, evaluation, datamodule):
+            if words := lightnings(given):
+                raise ConfigError(f"{name}: {words}")
+        if isinstance(train, DataModule):
+            train, datamodule = None, train
+        if isinstance(evaluation, DataModule):
+            evaluation, datamodule = None, evaluation
+        if not isinstance(module, TrainingModule):
+            raise ConfigError(
+                f"{name} got {type(module).__name__}; give a module whose class derives from fabricamp.TrainingModule"
+            )
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise ConfigError(
+                f"datamodule is a {type(datamodule).__name__}, and not a fabricamp.DataModule; pass loaders as dataloaders"
+            )
+        if datamodule is not None and (train is not None or evaluation is not None):
+            raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
+        check_steps(fn, module)
+        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn)
+
+    def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
+        trainer = self.trainer
+        environment = self.environment or trainer.strategy.environment
+        index = self.device_indices[environment.local_rank % len(self.device_indices)]
+        device = torch.device("cpu") if trainer.device_type == "cpu" else torch.device(trainer.device_type, index)
+        trainer.strategy.setup_environment(environment, device)
+        self._join_loggers()
+        self.take_callbacks(module)
+        if fn is TrainerFn.FITTING:
+            trainer.state = RunState()
+        trainer.state.begin(fn)
+        trainer.state.started = time.monotonic()
+        trainer.state.forget_stop()
+        session = Session(self, fn, module, source)
+        session.watchdog.start()
+        return session
+
+    def _join_loggers(self) -> None:
+        """One run a logger for all ranks: rank 0 chooses it, as the next free folder."""
+        trainer = self.trainer
+        identities = trainer.strategy.on_rank_zero(lambda: [one.identity() for one in trainer.loggers])
+        for one, identity in zip(trainer.loggers, identities, strict=True):
+            one.join(identity)
+        found = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
+        trainer.log_dir = trainer.strategy.broadcast(found or trainer.default_root_dir)
+
+    def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
+        """Notes and returns the file to load, and what it holds where that was read in choosing it."""
+        found = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
+        self.trainer.ckpt_path = found[0]
+        return found
+
+    def _anomalies(self) -> Any:
+        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
+
+
+def _holds(callbacks: list[Callback], one: Callback) -> bool:
+    return any(other is one for other in callbacks)

@@ -1,0 +1,102 @@
+"""When learning-rate schedulers step: every so many applied steps, or epochs, or when a watched value is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.metrics import Metrics
+    from fabricamp.state import RunState
+    from fabricamp.trainer import Trainer
+
+
+class Schedules:
+    """The schedulers of a fit under automatic optimization; under manual optimization the user steps them."""
+
+    def __init__(
+        self, configs: Sequence[SchedulerConfig], module: TrainingModule, metrics: Metrics, state: RunState
+    ) -> None:
+        self._module = module
+        self._metrics = metrics
+        self._state = state
+        self._by_step = [config for config in configs if config.interval == "step"]
+        self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
+        self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
+        self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether any of them steps by steps."""
+        return bool(self._by_step)
+
+    def advance(self, applied_steps: int) -> None:
+        """Steps those that follow steps; ``applied_steps`` is the number of steps that were not skipped."""
+        for config in self._by_step:
+            if applied_steps % config.frequency == 0:
+                self._step(config)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Steps those that follow epochs, at the epoch's last batch."""
+        for config in self._by_epoch:
+            if (epoch + 1) % config.frequency == 0:
+                self._step(config)
+
+    def end_epoch_monitored(self, epoch: int) -> None:
+        """Steps those that watch a value, once the epoch's values are reduced over ranks."""
+        for config in self._watching:
+            if (epoch + 1) % config.frequency == 0:
+                self._step(config)
+
+    def _step(self, config: SchedulerConfig) -> None:
+        metric = None
+        if config.reduce_on_plateau:
+            metric = self._watched(config)
+            if metric is None:
+                return
+        if self._own_step is not None:
+            self._own_step(config.scheduler, metric)
+        else:
+            TrainingModule.lr_scheduler_step(self._module, config.scheduler, metric)
+
+    def _watched(self, config: SchedulerConfig) -> Any:
+        if config.interval == "step":
+            # Due now, so the values of this step are read now: a flush that is waited for.
+            self._metrics.flush(self._state.global_step)
+            self._metrics.drain()
+        known = self._metrics.callback_metrics
+        value = known.get(str(config.monitor))
+        if value is None and config.strict:
+            logged = ", ".join(sorted(known)) or "nothing yet"
+            raise ConfigError(
+                f"an lr_scheduler watches monitor={config.monitor!r}, which was not logged (logged: {logged}); log it, or set "
+                "'strict': False in its dict"
+            )
+        return value
+
+
+def schedule_lengths(configs: Sequence[SchedulerConfig]) -> list[int | None]:
+    """How many steps each schedule has; None for one that has no end."""
+    return [getattr(config.scheduler, "total_steps", None) for config in configs]
+
+
+def check_schedule_lengths(trainer: Trainer, configured: list[int | None]) -> None:
+    """Raises :class:`ConfigError` where a checkpoint has put a shorter schedule in place of the configured one."""
+    restored = schedule_lengths(trainer.lr_scheduler_configs)
+    for config, before, length in zip(trainer.lr_scheduler_configs, configured, restored, strict=True):
+        if length is None or length == before:
+            continue
+        planned = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs
+        if length < planned // config.frequency:
+            name, module = type(config.scheduler).__name__, type(trainer.module).__name__
+            raise ConfigError(
+                f"{trainer.ckpt_path} holds a {name} of {length} {config.interval}s, but the run is to make {planned:g}, and a "
+                f"{name} cannot be lengthened; resume with the limits of the run that wrote it, or begin a new one with its "
+                f"weights: {module}.load_from_checkpoint(...) and fit without ckpt_path"
+            )

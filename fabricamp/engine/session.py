@@ -1,0 +1,379 @@
+"""One fit, validate, test or predict of one module: opens the parts in Lightning's order, and gives them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint import check_content, plain, read_together, write_checkpoint
+from fabricamp.data import release_workers
+from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
+from fabricamp.engine.loop import FitLoop
+from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
+from fabricamp.engine.notices import Notices
+from fabricamp.engine.optimizer_setup import (
+    ManagedOptimizer,
+    SchedulerConfig,
+    check_optimizers,
+    parse_optimizers,
+)
+from fabricamp.engine.oversights import warn_of_misspelt_hooks
+from fabricamp.engine.parts import FitParts, limits_of
+from fabricamp.engine.resume import Moments
+from fabricamp.engine.run_state import POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
+from fabricamp.engine.source import DataSource, GivenData
+from fabricamp.engine.update import Update
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.loggers.delivery import Delivery
+from fabricamp.metrics import Metrics
+from fabricamp.module import DETACHED, TrainingModule
+from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
+from fabricamp.ops.peer_memory import check_peers
+from fabricamp.precision.plain_step import demands_closure
+from fabricamp.rng import isolate_rng
+from fabricamp.state import RunningStage, TrainerFn
+from fabricamp.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from fabricamp.checkpoint.record import Record
+    from fabricamp.data import DataModule, Feed
+    from fabricamp.engine.runner import Runner
+
+KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
+
+
+class Session:
+    """The parts of one entry point's run on this process."""
+
+    def __init__(self, runner: Runner, fn: TrainerFn, module: TrainingModule, source: GivenData) -> None:
+        trainer, settings = runner.trainer, runner.settings
+        self.trainer = trainer
+        self.fn = fn
+        self.module = module
+        self.source = source
+        self.settings = settings
+        self.strategy = trainer.strategy
+        self.precision = trainer.precision_plugin
+        self.metrics = Metrics(trainer.state, trainer.strategy)
+        self.delivery = Delivery(trainer.loggers if trainer.is_global_zero else ())
+        self.moments = Moments(module, trainer.state, self.metrics, trainer.strategy, self.delivery, trainer.callbacks)
+        self.watchdog = Watchdog(trainer.state, trainer.strategy)
+        self.agreement = self.watchdog.agreement
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.hooks = Hooks(trainer, module, trainer.callbacks)
+        self.checkpoint: dict[str, Any] | None = None
+        self.attachment = DETACHED  # until attach
+        self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
+        self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
+        self._synchronised: list[nn.Module] = []
+        self.data = DataSource(source, module, trainer.strategy, trainer.precision_plugin, settings)
+        self.notices = Notices(self)
+
+    @property
+    def record(self) -> Record:
+        """The state of this run, as a checkpoint holds it."""
+        return record_of(self)
+
+    # -- opening, in order -------------------------------------------------------------------------------------------------------
+
+    def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
+        """Brings everything up to, not including, ``on_fit_start``; comes after :meth:`attach`.
+
+        ``checkpoint`` is what ``ckpt_path`` holds, where it was read already.
+        """
+        self.checkpoint = checkpoint
+        self._prepare_data()
+        self._call_setup("setup")
+        self.precision.forward(self.module.configure_model)
+        private = any(one.logs_hyperparameters and one.hparams_private for one in self._owners())
+        for logger in self.trainer.loggers:
+            # Before they write or take up a file; one that has shown such values shows them in a later run too.
+            logger.private = logger.private or private
+        if ckpt_path is not None:
+            self._load(ckpt_path)
+        self.module.to(self.strategy.device)
+        # Before any masters are taken: these have to be the same on every rank too.
+        self.strategy.share_module(self.module)
+        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
+            self._synchronise_batchnorm()
+        self.precision.convert_module(self.module)
+        if ckpt_path is not None and self.module.dtype is torch.float64:
+            self._restore("weights")  # once more: fp32 could not hold them
+        if self.fn is TrainerFn.FITTING:
+            self._open_optimizers()
+            lengths = schedule_lengths(self.schedulers)
+            self._restore(*TRAINING)
+            check_schedule_lengths(self.trainer, lengths)
+        self._log_hyperparams()
+
+    def attach(self) -> None:
+        """Ties module and data to this run."""
+        self.attachment = self.module.attach(self.trainer, self.metrics, fits=self.fn is TrainerFn.FITTING)
+        if self.source.datamodule is not None:
+            self.source.datamodule.trainer = self.trainer
+        self.metrics.sinks.append(self.delivery.log_metrics)
+
+    def _prepare_data(self) -> None:
+        if self.trainer.local_rank == 0:
+            if self.source.datamodule is not None:
+                self.source.datamodule.prepare_data()
+            self.module.prepare_data()
+        self.strategy.barrier("prepare_data")
+
+    def _call_setup(self, name: str) -> None:
+        """Callbacks, then the DataModule, then the module, for ``setup`` and ``teardown``."""
+        stage = self.fn.value
+        for call in self.hooks.callbacks(name):
+            call(stage)
+        if self.source.datamodule is not None:
+            getattr(self.source.datamodule, name)(stage)
+        getattr(self.module, name)(stage)
+
+    def _load(self, path: str) -> None:
+        """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
+        if self.checkpoint is None:
+            self.checkpoint = read_together(path, self.strategy)
+        call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
+        self.module.on_load_checkpoint(self.checkpoint)
+        self._restore("weights")
+
+    def _restore(self, *sections: str) -> None:
+        if self.checkpoint is not None:
+            self.record.restore(self.checkpoint, str(self.trainer.ckpt_path), *sections)
+
+    def _synchronise_batchnorm(self) -> None:
+        """Replaces every BatchNorm until :meth:`close`; those that the user made SyncBatchNorm stay what they are."""
+        before = set(self.module.modules())
+        convert_syncbn_model(self.module)
+        self._synchronised = [one for one in self.module.modules() if one not in before]
+
+    def _open_optimizers(self) -> None:
+        module = self.module
+        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        check_optimizers(self.optimizers, module)
+        self._check_optimization()
+        self.optimizers = self.strategy.setup_optimizers(self.optimizers)
+        accumulates = self.settings.accumulate_grad_batches > 1
+        self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
+        self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
+        self.attachment.schedulers = [config.scheduler for config in self.schedulers]
+        self.step = self.strategy.wrap_module(
+            module,
+            module.training_step,
+            automatic=module.automatic_optimization,
+            accumulates=accumulates or any(self.precision.gradients(one).flat is not None for one in self.optimizers),
+        )
+
+    def _check_optimization(self) -> None:
+        module, settings = self.module, self.settings
+        if module.automatic_optimization and len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, but automatic optimization takes one; set "
+                "self.automatic_optimization = False in __init__ and step each one in training_step"
+            )
+        if not module.automatic_optimization and settings.accumulate_grad_batches > 1:
+            raise ConfigError(
+                "accumulate_grad_batches works with automatic optimization only; accumulate in training_step, or leave it out"
+            )
+        if not module.automatic_optimization and settings.clip is not None:
+            raise ConfigError(
+                "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
+            )
+        for optimizer in self.optimizers:
+            if not demands_closure(optimizer):
+                continue
+            name = type(optimizer).__name__
+            if settings.accumulate_grad_batches > 1:
+                raise ConfigError(
+                    f"{name} calls the forward itself, which cannot work with accumulate_grad_batches > 1; give 1"
+                )
+            if not module.automatic_optimization and self.strategy.world_size > 1:
+                raise ConfigError(
+                    f"{name} calls the forward itself, which cannot work with several processes under manual optimization; "
+                    "use automatic optimization, or one process"
+                )
+
+    def _owners(self) -> list[TrainingModule | DataModule]:
+        """Those of data and module that have hyper-parameters."""
+        return [one for one in (self.source.datamodule, self.module) if one is not None and one.hparams]
+
+    def _log_hyperparams(self) -> None:
+        owners = self._owners()
+        for owner in owners:
+            # Before training, not at the first checkpoint.
+            check_content(plain(dict(owner.hparams)), f"hyper-parameters of {type(owner).__name__}")
+        logged = {name: value for one in owners if one.logs_hyperparameters for name, value in one.hparams.items()}
+        if logged:
+            self.delivery.log_hyperparams(plain(logged))
+
+    # -- loops -------------------------------------------------------------------------------------------------------------------
+
+    def fit_loop(self) -> FitLoop:
+        """Runs what comes before the first batch, and returns the loop."""
+        if self.trainer.is_global_zero:
+            warn_of_misspelt_hooks(self.module, self.source.datamodule, self.trainer.callbacks)
+        self.notices.begin()
+        call_all(self.hooks("on_fit_start"))
+        if self.settings.num_sanity_val_steps and self.trainer.state.global_step == 0:
+            self._sanity_check()
+        length = self.data.num_training_batches
+        evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
+            self.module, "validation_step", TrainingModule
+        )
+        parts = FitParts(
+            module=self.module,
+            state=self.trainer.state,
+            strategy=self.strategy,
+            precision=self.precision,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            agreement=self.agreement,
+            requests=self.watchdog.requests,
+            feed=self.data.feed(self.data.train_loader, length),
+            loader=self.data.train_loader,
+            step=self.step,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            clip=self.settings.clip,
+            limits=limits_of(self.settings, length, self.trainer.state.started),
+            validate=self._validate if evaluate else None,
+            moments=self.moments,
+            meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
+        )
+        update = self._open_update(parts)
+        self.moments.begin(parts.feed, update)
+        self._restore(*POSITION)
+        self.checkpoint = None  # as large as the model
+        return FitLoop(parts, update)
+
+    def _open_update(self, parts: FitParts) -> Update:
+        """Chooses how updates are made, and gives the module its part in it."""
+        if self.module.automatic_optimization:
+            closure = bool(self.optimizers) and demands_closure(self.optimizers[0])
+            return ClosureUpdate(parts) if closure else Update(parts)
+        update = ManualUpdate(parts)
+        self.attachment.manual_backward, self.attachment.manual_clip = update.backward, update.clip
+        for one in self.attachment.optimizers:
+            one.update = update.step
+        return update
+
+    def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
+        """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
+        name = LOADERS[kind]
+        loaders, lengths = self.data.evaluation(name)
+        loop = EvaluationLoop(
+            kind,
+            module=self.module,
+            precision=self.precision,
+            state=self.trainer.state,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            agreement=self.agreement,
+            inference_mode=self.settings.inference_mode,
+        )
+        return loop, [
+            self.data.feed(loader, length, index, begun=self.trainer.state.validations > 0)
+            for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
+        ]
+
+    def _sanity_check(self) -> None:
+        state = self.trainer.state
+        if not overrides(self.module, "validation_step", TrainingModule):
+            return
+        state.stage = RunningStage.SANITY_CHECKING
+        with isolate_rng():
+            call_all(self.hooks("on_sanity_check_start"))
+            loop, feeds = self.evaluation_loop("validation")
+            for feed in feeds:
+                feed.limit = min(feed.limit, self.settings.num_sanity_val_steps)
+            if feeds:
+                self.metrics.clear_evaluation()
+                loop.run(feeds)
+            for loader in self.data.evaluation_loaders(
+                "val"
+            ):  # the first validation starts its workers, and draws what that draws
+                release_workers(loader)
+            call_all(self.hooks("on_sanity_check_end"))
+        state.stage = RunningStage.TRAINING
+
+    def _validate(self) -> bool:
+        """Runs validation within fit; returns whether a stop cut it short."""
+        if self._validation is None:
+            self._validation = self.evaluation_loop("validation")
+        loop, feeds = self._validation
+        self.metrics.clear_evaluation()
+        self.moments.begin_validation()
+        self.trainer.state.stage = RunningStage.VALIDATING
+        try:
+            loop.run(feeds)
+        finally:
+            self.trainer.state.stage = RunningStage.TRAINING
+        self.moments.end_validation(cut_short=loop.cut_short)
+        self.trainer.state.validations += not loop.cut_short
+        return loop.cut_short
+
+    # -- evaluation as an entry point --------------------------------------------------------------------------------------------
+
+    def evaluate(self, *, verbose: bool = False, keep: bool = False) -> Any:
+        """Runs ``validate``, ``test`` or ``predict``, and returns what that returns."""
+        kind = KINDS[self.fn]
+        loop, feeds = self.evaluation_loop(kind)
+        if not feeds:
+            raise ConfigError(
+                f"there is nothing to {self.fn.value}: pass dataloaders or a datamodule, or write {LOADERS[kind]}_dataloader"
+            )
+        self.notices.weights()
+        outputs = loop.run(feeds, keep=keep)
+        if self.trainer.interrupted:
+            return None if self.fn is TrainerFn.PREDICTING else []
+        if self.fn is TrainerFn.PREDICTING:
+            return gather_predictions(self.strategy.all_gather_object(outputs)) if keep else None
+        results = self.metrics.evaluation_results(len(feeds))
+        if verbose and self.trainer.is_global_zero:
+            print_results(kind, results)
+        return results
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None] | None
+    ) -> None:
+        """Writes a checkpoint on rank 0, or lets ``write`` do it; every rank calls it, and every rank raises where it fails."""
+        check_peers()  # nothing is kept that was computed without a rank
+        checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
+        call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
+        self.module.on_save_checkpoint(checkpoint)
+
+        def put_away() -> None:
+            if write is None:
+                self.delivery.barrier(self.trainer.state.global_step)
+            (write or write_checkpoint)(filepath, checkpoint)
+
+        self.strategy.on_rank_zero(put_away)
+
+    # -- closing -----------------------------------------------------------------------------------------------------------------
+
+    def close(self, *, failed: bool) -> None:
+        """Gives the parts back; after a failure only what cannot fail on its own."""
+        self.watchdog.close()
+        self.data.close()
+        if not failed:
+            self._call_setup("teardown")
+        self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
+        self.moments.end()
+        self.precision.restore_module(self.module)
+        revert_syncbn_model(self.module, self._synchronised)
+        if not failed or self.strategy.world_size == 1:
+            # After a failure the other ranks may be anywhere: leaving the group would wait for them.
+            self.strategy.teardown()
+        self.delivery.close(failed=failed)

@@ -1,0 +1,223 @@
+"""Where batches come from: which loader, how much of it, and what happens to a batch on its way to the device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.data import (
+    DataModule,
+    Feed,
+    check_equal_lengths,
+    combine,
+    limit_batches,
+    loader_length,
+    release_workers,
+    wire_loader,
+)
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import ModuleHooks, overrides
+from fabricamp.module import TrainingModule
+from fabricamp.precision.base import Precision
+from fabricamp.rng import global_seed
+from fabricamp.state import TrainerFn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+
+logger = logging.getLogger("fabricamp")
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+@dataclass(slots=True, kw_only=True)
+class GivenData:
+    """What an entry point was given: loaders go before the DataModule's, these before the module's."""
+
+    train: Any = None
+    evaluation: Any = None
+    datamodule: DataModule | None = None
+    fn: TrainerFn = TrainerFn.FITTING
+
+    def given(self, name: str) -> Any:
+        """What was given as loaders for ``name`` ("train", "val", "test" or "predict")."""
+        kind = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(self.fn, "val")
+        return self.train if name == "train" else self.evaluation if name == kind else None
+
+
+class DataSource:
+    """The loaders of one session, each asked for once and wired to this rank's share."""
+
+    def __init__(
+        self, source: GivenData, module: TrainingModule, strategy: Strategy, precision: Precision, settings: Settings
+    ) -> None:
+        self._source = source
+        self._module = module
+        self._strategy = strategy
+        self._precision = precision
+        self._settings = settings
+        self._train_loader: Any = None
+        self._num_training_batches: float | None = None
+        self._feeds: list[Feed] = []
+        self._train_feed: Feed | None = None
+        self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader to train on; the same number of batches on every rank, or an error on each."""
+        if self._train_loader is None:
+            loader = self._ask("train")
+            if loader is None:
+                raise ConfigError(
+                    "there is nothing to train on: pass train_dataloaders or a datamodule, or write "
+                    f"{type(self._module).__name__}.train_dataloader"
+                )
+            loader = self._wire(combine(loader), train=True)
+            length = loader_length(loader, "train_dataloaders")
+            length = limit_batches(length, self._settings.limit_train_batches, "limit_train_batches")
+            check_equal_lengths(self._strategy, length, "train_dataloaders", loader)
+            self._train_loader, self._num_training_batches = loader, length
+        return self._train_loader
+
+    @property
+    def num_training_batches(self) -> float:
+        """The micro-batches in an epoch on this rank."""
+        # Known once: a resumed epoch makes the loader shorter.
+        if self._num_training_batches is None:
+            _ = self.train_loader
+        assert self._num_training_batches is not None
+        return self._num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is the epoch's last."""
+        return self._train_feed is not None and self._train_feed.last
+
+    def lengths(self) -> dict[str, Any]:
+        """The numbers of batches that are known, for a caller whose workers had the loaders."""
+        return {"train": self._num_training_batches, **{name: found[1] for name, found in self._evaluation.items()}}
+
+    def take_lengths(self, lengths: dict[str, Any]) -> None:
+        """Takes back what :meth:`lengths` gave in a worker."""
+        self._num_training_batches = lengths.pop("train")
+        self._evaluation = {name: ([], own) for name, own in lengths.items()}
+
+    def evaluation_loaders(self, name: str) -> list[Any]:
+        """The loaders of ``name`` ("val", "test" or "predict")."""
+        return self.evaluation(name)[0]
+
+    def evaluation_lengths(self, name: str) -> list[float]:
+        """Their numbers of batches on this rank."""
+        return self.evaluation(name)[1]
+
+    def evaluation(self, name: str) -> tuple[list[Any], list[float]]:
+        """The loaders of ``name``, and their numbers of batches on this rank."""
+        if name not in self._evaluation:
+            limit = getattr(self._settings, f"limit_{name}_batches")
+            used = limit != 0 and (name != "val" or overrides(self._module, "validation_step", TrainingModule))
+            found = self._ask(name) if used else None
+            if not used and limit != 0 and self._source.given(name) is not None and self._strategy.rank == 0:
+                logger.warning(
+                    "fabricamp: val_dataloaders are given, but %s has no validation_step: nothing is validated",
+                    type(self._module).__name__,
+                )
+            if found is not None and name == "val" and self._settings.overfit_batches:
+                found = self._ask("train")
+            label = "val_dataloaders" if name == "val" else "dataloaders"
+            loaders = [self._wire(one, train=False) for one in _as_list(found)]
+            lengths = [limit_batches(loader_length(one, label), limit, f"limit_{name}_batches") for one in loaders]
+            self._evaluation[name] = loaders, lengths
+        return self._evaluation[name]
+
+    def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
+        """Returns the loader's batches on the device, one ahead on a GPU unless the user's own hooks move them.
+
+        ``begun``: the run had passes over it before it was resumed.
+        """
+        owner, own = self._transfer_hooks()
+        device = self._strategy.device
+        finish: Callable[[Any], Any] | None = None
+        if own[2]:
+
+            def finish(batch: Any) -> Any:
+                return owner.on_after_batch_transfer(batch, dataloader_idx)
+
+        feed = Feed(
+            loader,
+            limit=limit,
+            prepare=self._preparation(owner, own, dataloader_idx),
+            finish=finish,
+            device=device,
+            prefetch=device.type == "cuda" and not (own[0] or own[1]),
+            begun=begun,
+        )
+        self._feeds.append(feed)
+        if loader is self._train_loader:
+            self._train_feed = feed
+        return feed
+
+    def close(self) -> None:
+        """Ends the passes that are still open, and the workers that wait for the next one."""
+        for feed in self._feeds:
+            feed.close()
+        for loader in (self._train_loader, *(one for loaders, _ in self._evaluation.values() for one in loaders)):
+            release_workers(loader)
+
+    def _transfer_hooks(self) -> tuple[Any, list[bool]]:
+        """Whose hooks move batches (the DataModule's before the module's), and which of them are overridden."""
+        datamodule = self._source.datamodule
+        if datamodule is not None and any(overrides(datamodule, name, DataModule) for name in TRANSFER_HOOKS):
+            return datamodule, [overrides(datamodule, name, DataModule) for name in TRANSFER_HOOKS]
+        return self._module, [overrides(self._module, name, ModuleHooks) for name in TRANSFER_HOOKS]
+
+    def _preparation(self, owner: Any, own: list[bool], dataloader_idx: int) -> Callable[[Any], Any] | None:
+        device, convert = self._strategy.device, self._precision.convert_input
+        steps: list[Callable[[Any], Any]] = []
+        if own[0]:
+            steps.append(lambda batch: owner.on_before_batch_transfer(batch, dataloader_idx))
+        if own[1] or device.type != "cpu":
+            steps.append(lambda batch: owner.transfer_batch_to_device(batch, device, dataloader_idx))
+        if overrides(self._precision, "convert_input", Precision):
+            steps.append(convert)
+        if len(steps) <= 1:
+            return steps[0] if steps else None
+
+        def prepare(batch: Any) -> Any:
+            for step in steps:
+                batch = step(batch)
+            return batch
+
+        return prepare
+
+    def _ask(self, name: str) -> Any:
+        given = self._source.given(name)
+        if given is not None:
+            return given
+        datamodule = self._source.datamodule
+        if datamodule is not None and overrides(datamodule, f"{name}_dataloader", DataModule):
+            return getattr(datamodule, f"{name}_dataloader")()
+        return getattr(self._module, f"{name}_dataloader")()
+
+    def _wire(self, loader: Any, *, train: bool) -> Any:
+        return wire_loader(
+            loader,
+            train=train,
+            rank=self._strategy.rank,
+            world_size=self._strategy.world_size,
+            seed=global_seed(),
+            distributed_sampler=self._settings.use_distributed_sampler,
+            overfit=self._settings.overfit_batches,
+            per_sample_seed=train and self._settings.per_sample_seed,
+        )
+
+
+def _as_list(found: Any) -> list[Any]:
+    """The loaders to evaluate on: a list of them, or one."""
+    if found is None:
+        return []
+    combined = combine(found)
+    return combined.members if combined is not found else [found]

@@ -1,0 +1,74 @@
+"""A call of fit, validate, test or predict that runs in worker processes, and what comes back to the caller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp import launch
+from fabricamp.data import move_to_device
+from fabricamp.engine.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.runner import Runner
+    from fabricamp.engine.source import GivenData
+    from fabricamp.module import TrainingModule
+    from fabricamp.state import TrainerFn
+
+_SECTIONS = ("weights", "callbacks")
+
+
+def start_workers(
+    runner: Runner, run: Callable[[], Any], fn: TrainerFn, module: TrainingModule, source: GivenData
+) -> Any:
+    """Starts the processes that the Trainer wants, each of which calls ``run``; returns its result, module and callbacks updated.
+
+    A script is run again in every process, and this one ends with them: then there is no return.
+    """
+    method = launch.choose_start_method(runner.settings.start_method)
+    if method == "script":
+        launch.run_script(runner.num_processes)
+    outcome = launch.run_function(_in_worker, (runner, run), runner.num_processes, method)
+    runner.take_callbacks(module)
+    _take_over(runner, outcome)
+    module.configure_model()
+    session = Session(runner, fn, module, source)
+    session.attach()
+    session.attachment.metrics = None  # the run is over
+    session.record.restore(outcome["sections"], "what the workers sent back", *_SECTIONS)
+    session.data.take_lengths(outcome["lengths"])
+    session.metrics.callback_metrics.update(outcome["callback_metrics"])
+    session.metrics.logged_metrics.update(outcome["logged_metrics"])
+    runner.session = session
+    return outcome["result"]
+
+
+def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
+    trainer = runner.trainer
+    trainer.log_dir, runner.skipped_in_workers = outcome["log_dir"], outcome["skipped_steps"]
+    for name, value in outcome["state"].items():
+        setattr(trainer.state, name, value)
+    for logger, identity in zip(trainer.loggers, outcome["loggers"], strict=True):
+        logger.join(identity)
+
+
+def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
+    runner.become_worker()
+    result = run()
+    trainer, session = runner.trainer, runner.session
+    assert session is not None
+    counters = ("epoch", "global_step", "batch_idx", "batches_done", "should_stop", "stop_reason", "interruption")
+    return {
+        "result": result,
+        "sections": move_to_device(session.record.save(*_SECTIONS), torch.device("cpu")),
+        "state": {name: getattr(trainer.state, name) for name in counters},
+        "log_dir": trainer.log_dir,
+        "skipped_steps": trainer.skipped_steps,
+        "lengths": session.data.lengths(),
+        "loggers": [one.identity() for one in trainer.loggers],
+        "callback_metrics": dict(trainer.callback_metrics),
+        "logged_metrics": dict(trainer.logged_metrics),
+    }

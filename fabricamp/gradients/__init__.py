@@ -1,0 +1,1 @@
+"""Gradients between backward and update: where they are, how they are summed, what travels together."""

@@ -1,0 +1,135 @@
+"""The gradients of one optimizer's window, in ``.grad`` or summed in flat memory."""
+
+from __future__ import annotations
+
+import operator
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from fabricamp import ops
+from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fabricamp.gradients.flat import Message
+
+_grad: Final = operator.attrgetter("grad")
+
+
+class GradientMemory:
+    """Where the gradients of ``parameters`` are: autograd sums them in each ``.grad``, or ``sums``: :meth:`add` does, in fp32.
+
+    A Precision gives one an optimizer, and a Strategy exchanges it.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
+        self.parameters = list(parameters)
+        self.flat = _flat_sums(self.parameters) if sums else None
+        """The flat fp32 (fp64 where parameters are) sums, with one flag a parameter behind them; None where ``.grad`` is all."""
+        self._present = [False] * len(self.parameters)
+        self._filled = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The flat tensors that an open window is in, beside ``.grad``."""
+        return [] if self.flat is None else [message.flat for message in self.flat.messages]
+
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """Takes other parameters; what is summed so far of those that it had is kept."""
+        before, places = self.flat, {id(one): place for place, one in enumerate(self.parameters)}
+        self.parameters = list(parameters)
+        if before is None:
+            return
+        self.flat = _flat_sums(self.parameters)
+        present, self._present = self._present, [False] * len(self.parameters)
+        for place, one in enumerate(self.parameters):
+            if id(one) in places:
+                self.flat.views[place].copy_(before.views[places[id(one)]])
+                self._present[place] = present[places[id(one)]]
+        self.flat.write_flags(self._present)
+
+    @torch.no_grad()
+    def add(self, multiplier: Tensor | None = None) -> list[Tensor]:
+        """Adds every ``.grad``, times ``multiplier``, to its sum, and clears it; returns the gradients added."""
+        assert self.flat is not None
+        found = list(map(_grad, self.parameters))
+        filled = [place for place, gradient in enumerate(found) if gradient is not None]
+        gradients = [found[place].to_dense() if found[place].is_sparse else found[place] for place in filled]
+        views, present = self.flat.views, self._present
+        ops.accumulate(gradients, [views[place] for place in filled], multiplier)
+        self._filled |= bool(filled)
+        fresh = False
+        for place in filled:
+            self.parameters[place].grad = None
+            fresh |= not present[place]
+            present[place] = True
+        if fresh:
+            self.flat.write_flags(present)
+        return gradients
+
+    def clear(self) -> None:
+        """Forgets the sums, and leaves ``.grad`` as it is."""
+        if self._filled and self.flat is not None:
+            self._filled = False
+            self._present = [False] * len(self._present)
+            for tensor in self.tensors:
+                tensor.zero_()
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether :meth:`take` can go on with these."""
+        if self.flat is None or not self.flat.messages:
+            return not tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        messages = self.flat.messages
+        return sizes in ([one.flat.numel() for one in messages], [_packed(one)[-1].stop for one in messages])
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Goes on with a window whose :attr:`tensors` these were; their flags say which parameters they have."""
+        if self.flat is None:
+            return
+        messages = self.flat.messages
+        if [one.numel() for one in tensors] == [one.flat.numel() for one in messages]:
+            for message, value in zip(messages, tensors, strict=True):
+                message.flat.copy_(value)
+        else:
+            self._take_packed(tensors)
+        self._filled, self._present = True, [flag != 0 for flag in self.flat.flags.tolist()]
+
+    def _take_packed(self, tensors: Sequence[Tensor]) -> None:
+        """Takes what an older version saved: without gaps, and behind each tensor the flags of its own parameters."""
+        assert self.flat is not None
+        for message, value in zip(self.flat.messages, tensors, strict=True):
+            *places, flags = _packed(message)
+            for view, place in zip(message.views, places, strict=True):
+                view.copy_(value[place].view(view.shape))
+            self.flat.flags[message.indices] = value[flags].to(self.flat.flags)
+
+    def local(self) -> Gradients:
+        """This process's gradients, as they are."""
+        if self.flat is None:
+            return IN_PLACE
+        if all(self._present):
+            return Gradients(self.flat.tensors)
+        return Gradients([view if here else None for view, here in zip(self.flat.views, self._present, strict=True)])
+
+    def sum_over_ranks(self, transport: Transport, world_size: int, *, update_divides: bool = False) -> Gradients:
+        """Averages the sums over the ranks, in place; ``update_divides`` where that saves a pass."""
+        assert self.flat is not None
+        self._filled = True  # other ranks may have had what this one had not
+        divisor = self.flat.sum_over_ranks(transport, world_size, update_divides=update_divides)
+        return Gradients(self.flat.tensors, divisor, self.flat.take_flags(), complete=all(self._present))
+
+
+def _packed(message: Message) -> list[slice]:
+    """Where the members of a message are without gaps, and behind them one flag each."""
+    ends = list(accumulate([member.numel() for member in message.members], initial=0))
+    return [slice(start, end) for start, end in pairwise([*ends, ends[-1] + len(message.members)])]
+
+
+def _flat_sums(parameters: Sequence[Tensor]) -> FlatGradients:
+    return FlatGradients(parameters, Transport(always_fp32=True), 1, key=operator.neg, frozen=(), sums=True)

@@ -1,0 +1,25 @@
+"""Lightning's path to the base of loggers, and to a decorator for their ``experiment``."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.loggers.base import Logger
+from fabricamp.loggers.dummy import DummyLogger, Silent
+from fabricamp.loggers.run_folder import writes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DummyLogger", "Logger", "rank_zero_experiment"]
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorates the ``experiment`` of a logger, below ``@property``: on ranks other than 0 it takes any call and does nothing."""
+
+    @functools.wraps(experiment)
+    def on_rank_zero(logger: Any) -> Any:
+        return experiment(logger) if writes() else Silent()
+
+    return on_rank_zero

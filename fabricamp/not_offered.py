@@ -1,0 +1,151 @@
+"""What Lightning has and fabricamp has not: the words with which an import of it fails."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from fabricamp.errors import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_PROFILER: Final = "run torch.profiler around fit or in a Callback"
+_SHARDED: Final = "models larger than a GPU are not offered; precision='O2' or 'O5' keeps half weights and fp32 masters"
+_LOG_SERVER: Final = "write a Logger around its package (docs/architecture.md, A logger)"
+_OWN_LOOP: Final = (
+    "override the hooks of a LightningModule, or set automatic_optimization = False and step in training_step"
+)
+_HARDWARE: Final = "give Trainer(accelerator='cpu' or 'gpu')"
+
+NOT_OFFERED: Final = {
+    "accelerators": _HARDWARE,
+    "callbacks.BackboneFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
+    "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
+    "callbacks.BasePredictionWriter": "write what predict returns, or a Callback with on_predict_batch_end",
+    "callbacks.BatchSizeFinder": "give the batch size",
+    "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
+    "callbacks.DeviceStatsMonitor": "log torch.cuda.memory_stats() in a Callback",
+    "callbacks.EMAWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
+    "callbacks.GradientAccumulationScheduler": "give Trainer(accumulate_grad_batches=...), the same for all epochs",
+    "callbacks.LambdaCallback": "write a Callback with these hooks",
+    "callbacks.LearningRateFinder": "give the learning rate",
+    "callbacks.ModelPruning": "call torch.nn.utils.prune in a Callback",
+    "callbacks.OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
+    "callbacks.SpikeDetection": "use Trainer(nan_policy=...) for what is not finite",
+    "callbacks.StochasticWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
+    "callbacks.ThroughputMonitor": "the progress bar shows steps a second",
+    "callbacks.Timer": "give Trainer(max_time=...)",
+    "callbacks.WeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
+    "cli.LightningCLI": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
+    "cli.LightningArgumentParser": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
+    "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
+    "demos": "write the module into your test: a linear layer is ten lines",
+    "loggers.CometLogger": _LOG_SERVER,
+    "loggers.MLFlowLogger": _LOG_SERVER,
+    "loggers.NeptuneLogger": _LOG_SERVER,
+    "loggers.WandbLogger": _LOG_SERVER,
+    "loops": _OWN_LOOP,
+    "overrides": _OWN_LOOP,
+    "plugins": "give Trainer(precision=...) and strategy= a name or an object, such as OptLevel('O2') or DDP(bucket_cap_mb=50)",
+    "profilers": _PROFILER,
+    "serve": "export the trained module with torch.export or torch.onnx",
+    "strategies.DeepSpeedStrategy": _SHARDED,
+    "strategies.FSDPStrategy": _SHARDED,
+    "strategies.ModelParallelStrategy": _SHARDED,
+    "strategies.ParallelStrategy": "derive from fabricamp.strategies.ProcessGroupStrategy",
+    "tuner": "give the learning rate and the batch size",
+    "utilities.find_shared_parameters": "shared parameters stay shared",
+    "utilities.set_shared_parameters": "shared parameters stay shared",
+}
+"""What to do instead, by the name below ``fabricamp``."""
+
+_PATHS: Final = {
+    "callbacks.batch_size_finder": "callbacks.BatchSizeFinder",
+    "callbacks.checkpoint": "callbacks.Checkpoint",
+    "callbacks.device_stats_monitor": "callbacks.DeviceStatsMonitor",
+    "callbacks.finetuning": "callbacks.BaseFinetuning",
+    "callbacks.gradient_accumulation_scheduler": "callbacks.GradientAccumulationScheduler",
+    "callbacks.lambda_function": "callbacks.LambdaCallback",
+    "callbacks.lr_finder": "callbacks.LearningRateFinder",
+    "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
+    "callbacks.prediction_writer": "callbacks.BasePredictionWriter",
+    "callbacks.pruning": "callbacks.ModelPruning",
+    "callbacks.spike": "callbacks.SpikeDetection",
+    "callbacks.stochastic_weight_avg": "callbacks.StochasticWeightAveraging",
+    "callbacks.throughput_monitor": "callbacks.ThroughputMonitor",
+    "callbacks.timer": "callbacks.Timer",
+    "callbacks.weight_averaging": "callbacks.WeightAveraging",
+    "loggers.comet": "loggers.CometLogger",
+    "loggers.mlflow": "loggers.MLFlowLogger",
+    "loggers.neptune": "loggers.NeptuneLogger",
+    "loggers.wandb": "loggers.WandbLogger",
+    "strategies.deepspeed": "strategies.DeepSpeedStrategy",
+    "strategies.fsdp": "strategies.FSDPStrategy",
+    "strategies.model_parallel": "strategies.ModelParallelStrategy",
+    "strategies.parallel": "strategies.ParallelStrategy",
+}
+"""Lightning's paths to what is not offered."""
+
+
+def words_for(name: str) -> str | None:
+    """Returns why ``name``, such as "fabricamp.tuner", is not here and what to do instead; None where it is not Lightning's."""
+    below = name.removeprefix("fabricamp.")
+    below = _PATHS.get(below, below)
+    if below not in NOT_OFFERED:
+        return None
+    return f"Lightning's {below} is not offered by fabricamp: {NOT_OFFERED[below]} (docs/from-lightning.md)"
+
+
+_HOMES: Final = {
+    "": ("Callback", "LightningDataModule", "LightningModule"),
+    "callbacks": (
+        "EarlyStopping",
+        "LearningRateMonitor",
+        "ModelCheckpoint",
+        "ModelSummary",
+        "ProgressBar",
+        "RichModelSummary",
+        "RichProgressBar",
+        "TQDMProgressBar",
+    ),
+    "loggers": ("CSVLogger", "Logger", "TensorBoardLogger"),
+    "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
+}
+"""Where Lightning's names of classes stand here."""
+
+_LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def lightnings(value: object) -> str | None:
+    """Returns what to say of an object, or a class, of Lightning itself or derived from one of its; None for any other."""
+    kind = value if isinstance(value, type) else type(value)
+    bases = [one for one in kind.__mro__ if one.__module__.split(".")[0] in _LIGHTNING]
+    if not bases:
+        return None
+    for base in bases:
+        home = next((home for home, names in _HOMES.items() if base.__name__ in names), None)
+        if home is not None:
+            path = f"fabricamp.{home}" if home else "fabricamp"
+            whose = "is Lightning's" if base is kind else f"derives from Lightning's {base.__name__}"
+            return f"{kind.__name__} {whose}; change the import: from {path} import {base.__name__}"
+        section = base.__module__.split(".")[2:3]
+        if words := words_for(".".join([*section, base.__name__])):
+            return words
+    return f"{kind.__name__} is Lightning's, of {bases[0].__module__}, and is not known here (docs/from-lightning.md)"
+
+
+def refuse_import(name: str) -> None:
+    """Raises :class:`ModuleNotFoundError` where ``name``, which nobody has found, is one of these."""
+    words = words_for(name)
+    # Who asks whether there is such a module, by importlib.util.find_spec, gets None, as from any other finder.
+    if words is None or sys._getframe(3).f_globals.get("__name__") == "importlib.util":
+        return
+    # Under another name than the one asked for: `from fabricamp.callbacks import Timer` shows no error of that name.
+    raise ModuleNotFoundError(words, name=name.removeprefix("fabricamp."))
+
+
+def missing(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Returns the error of a name that ``module`` does not have."""
+    words = words_for(f"{module}.{name}".removeprefix("fabricamp."))
+    return AttributeError(words or f"module {module!r} has no attribute {name!r}{nearest(name, known)}")

@@ -1,0 +1,147 @@
+// How the ranks of a SyncBatchNorm meet: what a channel's thread sends, and how all ranks' parts become one.
+//
+// Across ranks travel words of a value, half of the count of values, and the exchange's number: a word that has the number has
+// arrived, so no fence is needed.  Each channel counts its own exchanges; who has received one moves its count on.  Two buffers
+// take turns: a launch sends and receives, so who sends the next but one has received the next from a peer whose launch before,
+// which received this one, was over.
+//
+// Every tile sends, but only one block a group of tiles waits: the last that has come so far, so that no block that has not
+// started is waited for.  Groups are few (ops/batch_norm/kernels.py): who waits leaves room for any other kernel.
+#pragma once
+
+#ifdef __CUDACC__
+__device__ __forceinline__ int64 nanoseconds() {
+  int64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+#endif
+
+// Where rank `from` puts the two words of a channel in exchange `number`: two buffers of one row a rank.
+__device__ __forceinline__ int64 mailbox(const Layer& a, unsigned number, int64 from, int64 channel) {
+  return 2 * (((number & 1) * a.ranks + from) * a.channels + channel);
+}
+
+__device__ __forceinline__ float float_of(unsigned bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// 16 bits of the number are enough to tell it from the last but one, which the word had before.
+__device__ __forceinline__ Word word_of(unsigned number, float value, unsigned half_count) {
+  return (Word)(number << 16 | half_count) << 32 | bits_of(value);
+}
+
+__device__ __forceinline__ bool is_of(Word word, unsigned number) {
+  return (unsigned)(word >> 48) == (number & 0xffffu);
+}
+
+// What threads below the tile's width need for sending, on its way before there is anything to send.
+struct Sender {
+  unsigned number = 0;
+  volatile Word* const* early;  // addresses of the first ranks, in shared memory
+
+  // A barrier has to follow before anything is sent.
+  __device__ __forceinline__ Sender(const Layer& a, const Place& place, volatile Word** addresses) : early(addresses) {
+    if (!a.peers) return;
+    int64 channel = place.channel(threadIdx.x);
+    if (threadIdx.x < place.width && channel < a.channels) number = a.exchanges[channel] + 1;
+    for (int i = threadIdx.x; i < a.ranks && i < kRanks; i += blockDim.x) addresses[i] = a.peers[i];
+  }
+
+  // A channel's two values and their count, to every rank.
+  __device__ __forceinline__ void send(const Layer& a, int64 channel, Pair pair, float count) const {
+    Word first = word_of(number, pair.first, bits_of(count) & 0xffffu);
+    Word second = word_of(number, pair.second, bits_of(count) >> 16);
+    int64 where = mailbox(a, number, a.rank, channel);
+#pragma unroll 1
+    for (int i = 0; i < (int)a.ranks; ++i) {
+      int to = (int)a.rank + i;  // not all to one at once
+      if (to >= (int)a.ranks) to -= (int)a.ranks;
+      volatile Word* row = to < kRanks ? early[to] : a.peers[to];
+      row[where] = first;
+      row[where + 1] = second;
+    }
+  }
+};
+
+// Calls body(channel) for the channels of the tile's group, a thread each, in the block that is the group's last to come here.
+template <typename Body> __device__ __forceinline__ void each_met(const Layer& a, const Place& place, const Body& body) {
+  int shift = (int)a.group_bits - place.width_bits, group = place.tile >> shift;
+  int tiles = (int)a.sums.tiles - (group << shift);
+  if (tiles > 1 << shift) tiles = 1 << shift;
+  if (tiles > 1) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+      int* ticket = a.tickets + a.channels + group;  // the words say themselves that they are there: it only counts
+      last = atomicAdd(ticket, 1) + 1 == tiles;
+      if (last) *ticket = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+  }
+  int64 first = (int64)group << a.group_bits, end = first + (1ll << a.group_bits);
+  if (end > a.channels) end = a.channels;
+  for (int64 channel = first + threadIdx.x; channel < end; channel += blockDim.x) body(channel);
+}
+
+// Whether to wait no longer for rank `from`: it does not come in time, or one did not before.
+__device__ __forceinline__ bool gives_up(const Layer& a, int64& began, int from) {
+  int64 now = nanoseconds();
+  if (began == 0) began = now;
+  if (*a.failed != 0) return true;
+  if (now - began <= a.timeout) return false;
+  *a.failed = from + 1;
+  *a.host_failed = from + 1;
+  __threadfence_system();
+  return true;
+}
+
+// Waits until both words of a channel are there from each of up to kRanks ranks; false where one did not come.
+__device__ __forceinline__ bool await(const Layer& a, unsigned number, int base, int ranks, volatile Word* row,
+                                      Word (&first)[kRanks], Word (&second)[kRanks]) {
+  int64 began = 0, next = 2 * a.channels;
+  for (int polls = 1;; ++polls) {
+    // All are on their way before the first is looked at.
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) {
+      if (i >= ranks) continue;
+      first[i] = row[i * next];
+      second[i] = row[i * next + 1];
+    }
+    int missing = -1;
+#pragma unroll
+    for (int i = kRanks - 1; i >= 0; --i) {
+      if (i < ranks && !(is_of(first[i], number) && is_of(second[i], number))) missing = base + i;
+    }
+    if (missing < 0) return true;
+    if (polls % 64 == 0 && gives_up(a, began, missing)) return false;
+  }
+}
+
+// Adds up what all ranks have sent for a channel, in their order; false where one did not come.
+template <typename Rule> __device__ __forceinline__ bool receive(const Layer& a, int64 channel, Rule& all) {
+  unsigned number = a.exchanges[channel] + 1;
+  bool came = true;
+#pragma unroll 1
+  for (int base = 0; base < a.ranks; base += kRanks) {
+    int ranks = (int)a.ranks - base < kRanks ? (int)a.ranks - base : kRanks;
+    Word first[kRanks], second[kRanks];
+    came &= await(a, number, base, ranks, a.own + mailbox(a, number, base, channel), first, second);
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) {
+      if (i >= ranks) continue;
+      float values = float_of((unsigned)(first[i] >> 32 & 0xffff) | (unsigned)(second[i] >> 32 & 0xffff) << 16);
+      all.add(Pair{float_of((unsigned)first[i]), float_of((unsigned)second[i])}, values);
+    }
+  }
+  a.exchanges[channel] = number;
+  return came;
+}

@@ -1,0 +1,126 @@
+"""SyncBatchNorm as operators that torch.compile takes whole: what is in them runs as without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fabricamp.ops.batch_norm.exchange import exchange_of
+from fabricamp.ops.batch_norm.plans import plan_of
+from fabricamp.ops.batch_norm.reference import update_running
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.ops.batch_norm.plans import Plan, Running
+
+_KIND: Final = "bool relu, bool channel_last, SymInt exchange"
+
+
+def compiled_batch_norm(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+    channel_last: bool,
+    exchange: int,
+) -> Tensor:
+    """Returns the output of one layer, whose exchange has the key ``exchange``.
+
+    Running values are updated by operations of torch's: an operator with a gradient may not write its inputs.
+    """
+    y: Tensor
+    y, saved = _forward(x, z, weight, bias, eps, relu, channel_last, exchange)
+    if running is not None:
+        with torch.no_grad():
+            update_running(saved.detach(), running, momentum)
+    return y
+
+
+def _plan(given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], kind: tuple[Any, ...]) -> Plan:
+    relu, channel_last, exchange = kind
+    return plan_of(exchange_of(exchange), *given, None, relu=relu, channel_last=channel_last)
+
+
+@torch.library.custom_op(
+    "fabricamp::sync_batch_norm",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? z, Tensor? weight, Tensor? bias, float eps, {_KIND}) -> (Tensor, Tensor)",
+)
+def _forward(
+    x: Tensor, z: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *kind: Any
+) -> tuple[Tensor, Tensor]:
+    plan = _plan((x, z, weight, bias), kind)
+    dense = plan.dense(x)
+    y, saved = plan.forward(dense, None if z is None else plan.alike(z, dense), weight, bias, None, 0.0, eps)
+    return _strided_as(y, x), saved
+
+
+@_forward.register_fake
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, channel_last, _ = rest[-3:]
+    channels = x.shape[-1 if channel_last else 1]
+    return torch.empty_like(x), x.new_empty(3 * channels + 1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op(
+    "fabricamp::sync_batch_norm_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor x, Tensor? z, Tensor? weight, Tensor? bias, Tensor saved, bool[] needs, {_KIND}) -> Tensor[]",
+)
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    saved: Tensor,
+    needs: Sequence[bool],
+    *kind: Any,
+) -> list[Tensor]:
+    plan = _plan((x, z, weight, bias), kind)
+    dense = plan.dense(x)
+    residual = None if z is None else plan.alike(z, dense)
+    wanted = (needs[0], needs[1], needs[2], needs[3])
+    found = plan.backward(dy, dense, residual, weight, bias, saved, wanted)
+    # An operator may not return what it was given.
+    return [
+        _strided_as(one.clone() if one is dy else one, x if like is None else like)
+        for one, like in zip(found, (x, x, weight, bias), strict=True)
+        if one is not None
+    ]
+
+
+@_backward.register_fake
+def _(_dy: Tensor, *rest: Any) -> list[Tensor]:
+    x, _, weight, bias, _, needs = rest[:6]
+    likes = (x, x, weight, bias)
+    return [torch.empty_like(like) for like, need in zip(likes, needs, strict=True) if need]
+
+
+def _strided_as(found: Tensor, like: Tensor) -> Tensor:
+    """Returns ``found`` with the strides that the compiler was promised: those of ``torch.empty_like(like)``."""
+    promised = torch.empty_like(like, device="meta").stride()
+    return found if found.stride() == promised else torch.empty_like(like).copy_(found)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, z, weight, bias, _, relu, channel_last, exchange = inputs
+    ctx.save_for_backward(x, z if relu else None, weight, bias, output[1])
+    ctx.kind = relu, channel_last, exchange
+
+
+def _differentiate(ctx: Any, dy: Tensor, _saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, z, weight, bias, saved = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    gradients = iter(_backward(dy, x, z, weight, bias, saved, needs, *ctx.kind))
+    return (*[next(gradients) if need else None for need in needs], None, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,206 @@
+"""Launches of ops/batch_norm/sync_batch_norm.cu: arguments are laid out once per layer and shape, and only addresses change."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+
+from fabricamp.ops import bridge
+from fabricamp.ops.batch_norm.exchange import gather
+from fabricamp.ops.batch_norm.geometry import WIDEST, Geometry
+
+if TYPE_CHECKING:
+    import ctypes
+
+    from torch import Tensor
+
+    from fabricamp.ops.batch_norm.exchange import Route
+
+THREADS = 512
+WAITING_SHARE = 16
+"""Of so many blocks that run at once, one may wait for other ranks: what others launch starts, a collective of NCCL's on its up to
+32 multiprocessors too, also where several layers wait at once."""
+_SOME_ADDRESS: Final = 1
+"""An empty gradient has none, and is wanted all the same."""
+_Layer: Final = bridge.structure("batch_norm.cuh", "Layer")
+_Tiling: Final = bridge.structure("batch_norm.cuh", "Tiling")
+_SERVED: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def serves(x: Tensor, *others: Tensor) -> bool:
+    """Returns whether the kernels take this input and these parameters and running values, which have one dtype."""
+    kinds = {one.dtype for one in others}
+    return (
+        x.dtype in _SERVED
+        and len(kinds) <= 1
+        and kinds.issubset(_SERVED)
+        and bridge.runs_kernels(x.device)
+        and x.dim() > 1
+    )
+
+
+@functools.cache
+def _blocks(device: torch.device) -> int:
+    """As many as run at once, two on each multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
+
+
+def group_bits(channels: int, blocks: int) -> int:
+    """Returns the exponent of two of a group of channels for which one block waits, where so many ``blocks`` run at once."""
+    most = max(1, blocks // WAITING_SHARE)
+    bits = WIDEST.bit_length() - 1  # a tile's channels are waited for by one block
+    while channels > most << bits:
+        bits += 1
+    return bits
+
+
+class KernelMemory:
+    """What the kernels of a layer keep between launches on one device, enough for all shapes: a captured graph may use it."""
+
+    def __init__(self, channels: int, route: Route, device: torch.device) -> None:
+        row = 2 * channels + 1
+        crosses = route.kind == "collective"
+        self.partial = torch.empty(WIDEST * (_blocks(device) + 1) + channels, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(channels + -(-channels // WIDEST), dtype=torch.int32, device=device)
+        self.local = torch.empty(row, dtype=torch.float32, device=device)
+        self.gathered = torch.empty(route.ranks if crosses else 0, row, dtype=torch.float32, device=device)
+        self.sums = self.local[: row - 1]
+
+
+class KernelPlan:
+    """The launches of one layer for one shape, layout and kind of input."""
+
+    def __init__(
+        self,
+        memory: KernelMemory,
+        route: Route,
+        x: Tensor,
+        parameter: torch.dtype,
+        *,
+        relu: bool,
+        residual: bool,
+        channel_last: bool,
+    ) -> None:
+        self.relu = relu
+        self.route = route
+        self._memory = memory
+        self.failure = None if route.workspace is None else route.workspace.failure
+        geometry = Geometry(x, _blocks(x.device), THREADS, channel_last=channel_last)
+        self.copies = not geometry.dense
+        if self.copies:
+            copied = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            geometry = Geometry(copied, _blocks(x.device), THREADS, channel_last=channel_last)
+        self.alignment = geometry.vector * x.element_size()
+        self.saved_size = 3 * geometry.channels + 1
+        self.forward_call, self.backward_call = self._call(geometry), self._call(geometry)
+        defines = (
+            ("VALUE", bridge.c_type(x.dtype)),
+            ("PARAMETER", bridge.c_type(parameter)),
+            ("VECTOR", str(geometry.vector)),
+            ("PLANES", str(int(geometry.planes))),
+            ("RELU", str(int(relu))),
+            ("RESIDUAL", str(int(residual))),
+        )
+        self.statistics, self.merge, self.normalise, self.reduce, self.gradient = (
+            bridge.kernel("sync_batch_norm", name, (), x.device, defines)
+            for name in ("statistics", "merge", "normalise", "reduce", "gradient")
+        )
+        self.adding, self.writing, self.threads = geometry.sums.blocks, geometry.spread.blocks, geometry.threads
+        self.merging = -(-geometry.channels // self.threads)
+
+    def _call(self, geometry: Geometry) -> ctypes.Structure:
+        call, memory, route = _Layer(), self._memory, self.route
+        call.partial, call.tickets = memory.partial.data_ptr(), memory.tickets.data_ptr()
+        call.local, call.gathered = memory.local.data_ptr(), memory.gathered.data_ptr()
+        call.rank, call.ranks, call.crosses = route.rank, route.ranks, int(route.kind == "collective")
+        call.group_bits = group_bits(geometry.channels, _blocks(memory.local.device))
+        call.channels, call.positions, call.length = geometry.channels, geometry.positions, geometry.length
+        call.sums, call.spread = (_Tiling(**one._asdict()) for one in (geometry.sums, geometry.spread))
+        if route.slot is not None and route.workspace is not None:
+            call.peers, call.own = route.slot.addresses.data_ptr(), route.slot.own
+            call.exchanges = route.slot.exchanges.data_ptr()
+            call.failed, call.host_failed = route.workspace.failed.data_ptr(), route.workspace.host_failed.data_ptr()
+            call.timeout = int(route.workspace.timeout.total_seconds() * 1e9)
+        return call
+
+    def dense(self, x: Tensor) -> Tensor:
+        """Returns ``x`` in a layout and at an address that the kernels read."""
+        if self.copies:
+            x = x.contiguous()
+        return x.clone() if x.data_ptr() % self.alignment else x
+
+    def alike(self, other: Tensor, x: Tensor) -> Tensor:
+        """Returns ``other`` laid out as ``x``, at an address that the kernels read."""
+        if other.stride() != x.stride():
+            return torch.empty_like(x).copy_(other)
+        return other.clone() if other.data_ptr() % self.alignment else other
+
+    def forward(
+        self,
+        x: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor, Tensor | None] | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output and, over all ranks, mean, 1 / deviation and variance of each channel, and the count."""
+        if self.failure is not None and self.failure.value and self.route.workspace is not None:
+            self.route.workspace.check()
+        call = self.forward_call
+        y = torch.empty_like(x)
+        saved = torch.empty(self.saved_size, dtype=torch.float32, device=x.device)
+        call.x, call.out, call.saved = x.data_ptr(), y.data_ptr(), saved.data_ptr()
+        call.z = 0 if z is None else z.data_ptr()
+        call.weight = 0 if weight is None else weight.data_ptr()
+        call.bias = 0 if bias is None else bias.data_ptr()
+        call.eps, call.momentum = eps, momentum
+        if running is None:
+            call.running_mean = call.running_var = call.batches = 0
+        else:
+            call.running_mean, call.running_var = running[0].data_ptr(), running[1].data_ptr()
+            call.batches = 0 if running[2] is None else running[2].data_ptr()
+        self.statistics(self.adding, self.threads, call)
+        if self.route.kind == "collective":
+            gather(self.route, self._memory.local, self._memory.gathered)
+            self.merge(self.merging, self.threads, call)
+        self.normalise(self.writing, self.threads, call)
+        return y, saved
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        saved: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the gradients of x, z, weight and bias, each where it is needed."""
+        call = self.backward_call
+        dy = self.alike(dy, x)
+        dx = torch.empty_like(x) if needs[0] else None
+        masked = self.relu and needs[1]
+        dz = torch.empty_like(x) if masked else (dy if needs[1] else None)
+        dweight = torch.empty_like(weight) if needs[2] and weight is not None else None
+        dbias = torch.empty_like(bias) if needs[3] and bias is not None else None
+        call.x, call.dy, call.saved = x.data_ptr(), dy.data_ptr(), saved.data_ptr()
+        call.out = 0 if dx is None else dx.data_ptr() or _SOME_ADDRESS
+        call.dz = dz.data_ptr() if masked and dz is not None else 0
+        call.z = 0 if z is None else z.data_ptr()
+        call.weight = 0 if weight is None else weight.data_ptr()
+        call.bias = 0 if bias is None else bias.data_ptr()
+        call.weight_gradient = 0 if dweight is None else dweight.data_ptr()
+        call.bias_gradient = 0 if dbias is None else dbias.data_ptr()
+        if needs[0] or needs[2] or needs[3]:
+            self.reduce(self.adding, self.threads, call)
+        if needs[0] and self.route.kind == "collective":
+            dist.all_reduce(self._memory.sums, group=self.route.group)
+        if needs[0] or masked:
+            self.gradient(self.writing, self.threads, call)
+        return dx, dz, dweight, dbias

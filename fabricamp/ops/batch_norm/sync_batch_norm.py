@@ -1,0 +1,144 @@
+"""Batch normalisation over the values of several ranks, with an optional residual and ReLU in the same pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.batch_norm.compiled import compiled_batch_norm
+from fabricamp.ops.batch_norm.exchange import BatchNormExchange
+from fabricamp.ops.batch_norm.plans import plan_of, reference_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.ops.batch_norm.plans import Plan, Running
+
+_TWICE: Final = (
+    "SyncBatchNorm has no second derivative: its backward ran with create_graph=True, and what was asked for passes through it; "
+    "use torch.nn.BatchNorm where gradients of gradients are needed (a gradient penalty), or detach before it"
+)
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running: Running | None = None,
+    *,
+    z: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    relu: bool = False,
+    channel_last: bool = False,
+    exchange: BatchNormExchange | None = None,
+) -> Tensor:
+    """Returns ``x`` normalised by mean and variance over all ranks of ``exchange``, times ``weight`` plus ``bias``, plus ``z``.
+
+    ``x`` is (N, C) or (N, C, ...), with ``channel_last`` (..., C); ``z`` has its shape and dtype; ``relu`` cuts at 0 at the end.
+    Ranks may have different numbers of values, one even none.  ``running`` (mean, variance, number of batches) is updated in place,
+    by the average over all batches where ``momentum`` is None.  Arithmetic is fp32 at least.
+
+    >>> sync_batch_norm(torch.tensor([[1.0], [3.0]]))
+    tensor([[-1.0000],
+            [ 1.0000]])
+    """
+    if exchange is None:
+        exchange = BatchNormExchange(x.shape[-1 if channel_last else 1])
+    factor = _factor(momentum, running)
+    if torch.compiler.is_compiling():
+        return compiled_batch_norm(x, z, weight, bias, running, factor, eps, relu, channel_last, exchange.key)
+    call = _Call(running, factor, eps, relu, channel_last, exchange, plan_of)
+    return _SyncBatchNorm.apply(x, z, weight, bias, call)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sync_batch_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running: Running | None = None,
+    *,
+    z: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    relu: bool = False,
+    channel_last: bool = False,
+    exchange: BatchNormExchange | None = None,
+) -> Tensor:
+    """What :func:`sync_batch_norm` does, in torch's own operations."""
+    if exchange is None:
+        exchange = BatchNormExchange(x.shape[-1 if channel_last else 1])
+    factor = _factor(momentum, running)
+    call = _Call(running, factor, eps, relu, channel_last, exchange, reference_of)
+    return _SyncBatchNorm.apply(x, z, weight, bias, call)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _factor(momentum: float | None, running: Running | None) -> float:
+    """The momentum as plans take it."""
+    if momentum is not None:
+        return momentum
+    if running is not None and running[2] is None:
+        raise ConfigError("momentum=None averages over all batches, which takes their number; give it as running[2]")
+    return -1.0
+
+
+class _Call(NamedTuple):
+    """What is no tensor to differentiate by: each argument of a Function of its own takes time in every call."""
+
+    running: Running | None
+    momentum: float
+    eps: float
+    relu: bool
+    channel_last: bool
+    exchange: BatchNormExchange
+    plan_of: Callable[..., Plan]
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """What is called for each batch without torch.compile: as few steps on the host as there can be."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        running, momentum, eps, relu, channel_last, exchange, plan_of = call
+        ctx.plan = plan = plan_of(exchange, x, z, weight, bias, running, relu=relu, channel_last=channel_last)
+        x = plan.dense(x)
+        if z is not None:
+            z = plan.alike(z, x)
+        y, saved = plan.forward(x, z, weight, bias, running, momentum, eps)
+        ctx.save_for_backward(x, z if relu else None, weight, bias if relu else None, saved)
+        ctx.bias = bias
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, weight, bias, saved = ctx.saved_tensors
+        bias = ctx.bias if bias is None else bias
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4])
+            found = tuple([None if one is None else _Once.apply(one, dy, x, weight) for one in found])  # type: ignore[no-untyped-call]
+        else:
+            found = ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4])
+        return (*found, None)
+
+
+class _Once(torch.autograd.Function):
+    """Ties a gradient to what it was made from, so that its own backward says that there is none."""
+
+    @staticmethod
+    def forward(_ctx: Any, gradient: Tensor, *_sources: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(_TWICE)

@@ -1,0 +1,56 @@
+"""Lion: one pass over gradients, parameters, momentum, and the half copies of the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from fabricamp.ops.rules import Rule, function_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass
+class LionRule(Rule):
+    """What the rows of one group share (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms).
+
+    A parameter goes ``lr`` along the sign of ``beta1 * momentum + (1 - beta1) * gradient``; the momentum itself keeps ``beta2``.
+    Weight decay is decoupled.
+    """
+
+    kernel: ClassVar[str] = "lion"
+    states: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    lr: float | Tensor
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    def scalars(self) -> tuple[float | Tensor, ...]:
+        """The rule as kernels/lion.cu reads it."""
+        return (self.lr, self.beta1, self.beta2, self.weight_decay)
+
+    def step(
+        self,
+        gradients: list[Tensor],
+        parameters: list[Tensor],
+        states: list[list[Tensor]],
+        cells: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """The formula of the paper."""
+        (averages,), lr = states, float(self.lr)
+        directions = list(torch._foreach_mul(averages, self.beta1))
+        torch._foreach_add_(directions, gradients, alpha=1 - self.beta1)
+        directions = [torch.where(one.isnan(), one, one.sign()) for one in directions]  # torch's sign of NaN is 0
+        torch._foreach_mul_(parameters, 1 - lr * self.weight_decay)
+        torch._foreach_add_(parameters, directions, alpha=-lr)
+        torch._foreach_mul_(averages, self.beta2)
+        torch._foreach_add_(averages, gradients, alpha=1 - self.beta2)
+
+
+lion = function_of(LionRule)

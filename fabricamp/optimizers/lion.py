@@ -1,0 +1,42 @@
+"""Lion in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.ops import LionRule, Rule
+from fabricamp.optimizers.base import FusedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class FusedLion(FusedOptimizer):
+    """Lion (Chen et al. 2023): steps along the sign of an interpolation of momentum and gradient, with decoupled weight decay.
+
+    Its state is one momentum (``exp_avg``) a parameter.  Each element moves by ``lr``, so ``lr`` is usually 3 to 10 times smaller
+    than Adam's, and ``weight_decay`` larger by as much.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = FusedLion([weight], lr=0.1)
+    >>> weight.sum().backward(); optimizer.step()
+    >>> weight.data
+    tensor([0.9000, 0.9000])
+    """
+
+    rule: ClassVar[type[Rule]] = LionRule
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Any = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _rule(self, group: dict[str, Any]) -> LionRule:
+        beta1, beta2 = group["betas"]
+        return LionRule(group["lr"], beta1, beta2, group["weight_decay"])

@@ -1,0 +1,109 @@
+"""What a fused optimizer cannot read, said with the parameter's name before a kernel meets it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.uploads import is_capturing
+from fabricamp.torch_private import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.optim import Optimizer
+
+    from fabricamp.optimizers.rows import Part
+
+
+class UnsupportedError(ConfigError, RuntimeError):
+    """What a fused optimizer refuses; a ``RuntimeError`` too, as apex's users expect."""
+
+
+def is_wrapper(tensor: Tensor | None) -> bool:
+    """Returns whether the elements are those of other tensors, as a DTensor's are."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
+    """Raises UnsupportedError for the first of ``tensors``, one a parameter, that kernels cannot read.
+
+    That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".
+    """
+    for place, one in enumerate(tensors):
+        if one is None:
+            continue
+        if is_wrapper(one):
+            whose = name_of(optimizer, place)
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} got {whose if role == 'parameter' else f'the gradient of {whose}'} as "
+                f"{type(one).__name__}, a tensor around others that has no memory of its own; it updates plain tensors: give it "
+                "the local ones, or take torch.optim.AdamW(..., fused=True) or another of torch's for sharded parameters"
+            )
+        if one.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} got a sparse {role} ({name_of(optimizer, place)}); use sparse=False in the embedding, "
+                "or torch.optim.SparseAdam"
+            )
+
+
+def refuse_rebuild(optimizer: Optimizer, parts: Sequence[Part] | None, parameters: Sequence[Tensor]) -> None:
+    """Raises UnsupportedError where rows cannot be built: during a capture, or in place of those that a graph goes on with."""
+    name = type(optimizer).__name__
+    if any(part.captured for part in parts or ()):
+        raise UnsupportedError(
+            f"a step of this {name} was captured in a CUDA graph, which goes on with the memory of its capture, and now its "
+            "parameters, state tensors, half copies or momentum are others: let the graph go, call optimizer.forget(), capture anew"
+        )
+    if any(is_capturing(device) for device in {one.device for one in parameters}):
+        raise UnsupportedError(
+            f"the first step of this {name}, or of one of its parameters, is inside a CUDA graph's capture, which would make its "
+            "state anew in every replay: run a step before the capture"
+        )
+
+
+def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[Part] | None) -> None:
+    """Raises UnsupportedError where a captured step would read what :meth:`gather` found for eager ones."""
+    if any(is_capturing(part.device) and not part.holds_captured for part in parts or ()):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would write "
+            "over what the graph reads; call gather within the capture too"
+        )
+
+
+def name_of(optimizer: Optimizer, place: int) -> str:
+    """Returns what a message calls the parameter at ``place`` among those of all groups."""
+    for number, group in enumerate(optimizer.param_groups):
+        if place < len(group["params"]):
+            names = group.get("param_names")
+            named = f" ({names[place]!r})" if names else ""
+            return f"parameter {place} of group {number}{named}"
+        place -= len(group["params"])
+    return f"parameter {place}"
+
+
+def refuse_state(optimizer: Optimizer, parameter: Tensor, place: int, names: Iterable[str]) -> None:
+    """Raises UnsupportedError for a tensor that somebody put into the state and that a step cannot read beside the parameter."""
+    entry = optimizer.state[parameter]
+    for name in names:
+        one = entry.get(name)
+        if one is None or _is_alike(one, parameter):
+            continue
+        found = (
+            f"a {one.dtype} tensor of shape {tuple(one.shape)} on {one.device}"
+            if isinstance(one, Tensor)
+            else repr(one)
+        )
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} found {found} as {name!r} in the state of {name_of(optimizer, place)}; it takes a "
+            f"floating tensor of shape {tuple(parameter.shape)} on {parameter.device}: bring it there before the step"
+        )
+
+
+def _is_alike(one: object, parameter: Tensor) -> bool:
+    if not isinstance(one, Tensor) or is_wrapper(one) or not one.is_floating_point():
+        return False
+    return (one.shape, one.device) == (parameter.shape, parameter.device)

@@ -1,0 +1,97 @@
+"""A step on gradients as autograd or a strategy left them: torch's own clipping, nothing scaled, nothing skipped."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.gradients.flat import IN_PLACE, Gradients
+from fabricamp.gradients.memory import GradientMemory
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision.fused import FusedStep, flags_of, step_fused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.precision.base import Clip
+
+
+class Stepper:
+    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills."""
+
+    def gradients(self, optimizer: Optimizer) -> GradientMemory:
+        """Returns where the gradients of ``optimizer`` are before its step."""
+        return GradientMemory(owned_parameters(optimizer))
+
+    def collect(self, loss_id: int) -> None:
+        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``."""
+
+    def show(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        """Writes unscaled, averaged gradients into ``.grad``, for those who look at them before :meth:`step`."""
+        if gradients is not IN_PLACE:
+            write_gradients(optimizer, gradients)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        clip: Clip | None,
+        run: Callable[[], Any] | None,
+        loss: Tensor | None,
+    ) -> None:
+        """Clips and updates, or skips; ``loss``: see :meth:`Precision.step <fabricamp.precision.Precision.step>`."""
+        if run is None and isinstance(optimizer, FusedOptimizer):
+            # Clips and updates from wherever the gradients are; .grad stays as it is.
+            flags = None if gradients.present is None else flags_of(gradients.present)
+            how = None
+            if clip is not None or gradients.divisor != 1:
+                device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
+                state = optimizer.own_state(device)
+                how = FusedStep(state, state.scale, gradients.divisor, skips=False)
+            step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
+            return
+        if gradients is not IN_PLACE:
+            write_gradients(optimizer, gradients)
+        if clip is not None:
+            clip_gradients(optimizer, clip)
+        (run or optimizer.step)()
+
+    def release(self) -> None:
+        """Gives the optimizers back as they came."""
+
+
+PLAIN: Final = Stepper()
+
+
+@torch.no_grad()
+def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
+    """Puts what a strategy averaged elsewhere, or left to be divided, into ``.grad``."""
+    parameters = owned_parameters(optimizer)
+    if gradients.tensors is not None:
+        for parameter, value in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = None if value is None else value.to(parameter.dtype)
+    if gradients.divisor != 1:
+        torch._foreach_div_(
+            [parameter.grad for parameter in parameters if parameter.grad is not None], gradients.divisor
+        )
+
+
+def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
+    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits."""
+    parameters = owned_parameters(optimizer)
+    if clip.algorithm == "norm":
+        torch.nn.utils.clip_grad_norm_(parameters, clip.value)
+    else:
+        torch.nn.utils.clip_grad_value_(parameters, clip.value)
+
+
+def demands_closure(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,327 @@
+"""From a window's gradients to an update: statistics, one multiplier, one pass, then the optimizer's own step or none."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.blame import Blame
+from fabricamp.precision.fused import FusedStep, add_up, step_fused
+from fabricamp.precision.gradients import Binding, pair, values_of
+from fabricamp.precision.master_weights import round_to
+from fabricamp.precision.plain_step import Stepper, clip_gradients, demands_closure, write_gradients
+from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
+from fabricamp.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.gradients.flat import Gradients
+    from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.precision.base import Clip
+    from fabricamp.precision.loss_scaler import LossScaler
+    from fabricamp.precision.master_weights import MasterWeights
+
+logger = logging.getLogger("fabricamp")
+
+
+class OptimizerStepper(Stepper):
+    """Steps optimizers whose gradients are scaled, half, or looked at for values that are not finite.
+
+    ``scaler`` None: the scale is a constant, and no step is skipped.  ``plain``: gradients are fp32 and unscaled, so torch's own
+    arithmetic writes and clips them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        strategy: Strategy,
+        *,
+        name: str,
+        device: torch.device,
+        scaler: LossScaler | None,
+        static_scale: float,
+        masters: MasterWeights | None,
+        sums: bool,
+        plain: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        # Where each rank has a part of the gradients, statistics are summed over them.
+        self._shards = None if type(strategy).reduce_statistics is Strategy.reduce_statistics else strategy
+        self._plain = plain
+        self._name = name
+        self._scaler = scaler
+        self._several_losses = scaler is not None and len(scaler.losses) > 1
+        self._static_scale = static_scale
+        self._state = scaler.state if scaler is not None else ops.StepState.on(device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._constant = torch.full((), float(static_scale), dtype=torch.float32, device=device)
+        self._told = False
+        exchanged = sums and strategy.distributed and strategy.world_size > 1
+        self._bindings: dict[Any, Binding] = {}
+        # A step that is the whole window ends it too, in the same launch.
+        self._closes = len(optimizers) == 1 and not self._several_losses
+        self.numbers_each = (2**31 - 1) // max(len(optimizers), 1)
+        """How many statistics each of several optimizers may have, so that all together have numbers of their own."""
+        for optimizer in optimizers:
+            self._check(optimizer, masters is not None or sums)
+            blame = Blame(optimizer, origin=len(self._bindings) * self.numbers_each)
+            binding = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
+            self._bindings[optimizer] = binding
+            if masters is not None or sums:
+                # Backward fills other tensors than those of param_groups: these have to be cleared too.
+                optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
+        if sums:
+            self._check_shared()
+        self._half_on_cpu = device.type == "cpu" and any(
+            target.dtype in HALF_DTYPES for binding in self._bindings.values() for target in binding.targets
+        )
+
+    def _check(self, optimizer: Optimizer, elsewhere: bool) -> None:
+        scaled = self._scaler is not None or self._static_scale != 1
+        if (scaled or elsewhere) and demands_closure(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step runs forward and backward itself, which cannot work with loss scaling, a "
+                f"nan_policy or fp32 masters (precision {self._name!r}); use precision 'O0' or 'O4' and nan_policy=None"
+            )
+
+    def _check_shared(self) -> None:
+        holders = [id(holder) for binding in self._bindings.values() for holder in binding.holders]
+        if len(set(holders)) < len(holders):
+            raise ConfigError(
+                f"two optimizers update the same parameter, whose fp32 sum of gradients (precision {self._name!r}) belongs to one; "
+                "give each parameter to one optimizer"
+            )
+
+    def _binding(self, optimizer: Optimizer) -> Binding:
+        binding = self._bindings.get(optimizer)
+        if binding is None:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} is not one that precision {self._name!r} was set up with; "
+                "step the optimizers that configure_optimizers returned"
+            )
+        return binding
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """What each of the optimizers updates."""
+        return list(self._bindings.values())
+
+    def gradients(self, optimizer: Optimizer) -> GradientMemory:
+        """Returns where the gradients of ``optimizer`` are before its step."""
+        binding = self._binding(optimizer)
+        binding.refresh()
+        return binding.memory
+
+    def collect(self, loss_id: int) -> None:
+        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``."""
+        assert self._scaler is not None
+        state = self._scaler.losses[loss_id]
+        inverse = state.scale.reciprocal()
+        for binding in self._bindings.values():
+            statistics = ops.gradient_statistics(binding.collect(inverse), state.scale)
+            state.finite.mul_(torch.isfinite(statistics.sum()))
+
+    @torch.no_grad()
+    def show(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        """Writes unscaled, averaged gradients into ``.grad``, for those who look at them before :meth:`step`.
+
+        A half weight and its master get the same fp32 tensor, so that edits reach both.
+        """
+        binding = self._binding(optimizer)
+        self._write(binding, gradients, None, None)
+        binding.found_inf = self._state.found_inf.clone()
+        binding.seen = [target.grad for target in binding.targets]
+        for holder, target in zip(binding.holders, binding.targets, strict=True):
+            holder.grad = target.grad
+
+    @torch.no_grad()
+    def step(
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        clip: Clip | None,
+        run: Callable[[], Any] | None,
+        loss: Tensor | None,
+    ) -> None:
+        """Clips and updates, or skips; ends the window too where ``loss`` is given and that can be done in the same launch."""
+        binding = self._binding(optimizer)
+        if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
+            self._step_fused(optimizer, binding, gradients, clip, loss)
+            return
+        if binding.seen is None:
+            self._write(binding, gradients, clip, loss)
+            found_inf = self._state.found_inf
+        else:
+            found_inf = self._rewrite(binding, binding.seen, clip)
+        pairs = [pair for pair in zip(binding.targets, binding.holders, strict=True) if pair[0].grad is not None]
+        self._run(optimizer, run, found_inf)
+        round_to([target for target, _ in pairs], [holder for _, holder in pairs])
+        binding.clear()
+
+    def _step_fused(
+        self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None
+    ) -> None:
+        """Statistics, finish and update; ``.grad`` stays as backward left it."""
+        values, flags = binding.rows(gradients)
+        scaler, scale, divisor = self._scaler, self._loss_scale(), gradients.divisor
+        if scaler is None:
+            how = FusedStep(self._state, scale, divisor, skips=False, shards=self._shards)
+        else:
+            closing, loss = self._closing(None if optimizer.reads_scale else loss)
+            origin, sticky = binding.blame.origin, scaler.sticky
+            how = FusedStep(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
+        statistics = step_fused(optimizer, how, clip, gradients=values, copies=binding.copies, flags=flags)
+        if scaler is not None and statistics is not None:
+            binding.blame.note(scaler.slot, statistics)
+        binding.clear()
+
+    def _closing(self, loss: Tensor | None) -> tuple[ops.ScaleRule | None, Tensor | None]:
+        """The rule that ends the window in a step's own launch, with the loss for it; None where that takes a launch more."""
+        scaler = self._scaler
+        if loss is None or scaler is None or not self._closes:
+            return None, None
+        return scaler.closing(), scaler.as_loss(loss)
+
+    def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Puts a window's gradients into ``.grad``, unscaled, averaged and clipped."""
+        binding.writes = True
+        if self._plain:
+            self._look(binding, gradients, clip, loss)
+            return
+        gathered = binding.gather(gradients)
+        filled = {id(gradient.target) for gradient in gathered}
+        for target in binding.targets:
+            if id(target) not in filled:
+                target.grad = None
+        pairs = [pair(gradient) for gradient in gathered]
+        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
+        max_norm, limit = _limits(clip)
+        scale, divisor = self._loss_scale(), gradients.divisor
+        if self._scaler is None and max_norm is None:
+            ops.scale(sources, destinations, 1.0 / (self._static_scale * divisor), limit)
+            return
+        self._finish(binding, [one.target for one in gathered], sources, scale, divisor, max_norm, loss)
+        ops.scale(sources, destinations, self._state.multiplier, limit)
+
+    def _look(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes and clips by torch's own arithmetic, as without a policy, after a look at whether all is finite."""
+        write_gradients(binding.optimizer, gradients)
+        targets = [target for target in binding.targets if target.grad is not None]
+        self._finish(binding, targets, [values_of(target.grad) for target in targets], self._one, 1.0, None, loss)
+        if clip is not None:
+            clip_gradients(binding.optimizer, clip)
+
+    def _finish(
+        self,
+        binding: Binding,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        scale: Tensor,
+        divisor: float,
+        max_norm: float | None,
+        loss: Tensor | None,
+    ) -> None:
+        """Statistics of the gradients of ``targets``, and what they mean for the step."""
+        scaler, blame = self._scaler, binding.blame
+        statistics = ops.gradient_statistics(sources, scale, divisor)
+        if self._shards is not None:
+            statistics = add_up(self._shards, statistics)
+        closing, loss = self._closing(loss)
+        ops.finish(
+            self._state,
+            statistics,
+            scale=scale,
+            divisor=divisor,
+            max_norm=max_norm,
+            origin=blame.origin,
+            sticky=scaler is not None and scaler.sticky,
+            closing=closing,
+            loss=loss,
+        )
+        if scaler is not None:
+            blame.note(scaler.slot, statistics, targets, [source.numel() for source in sources])
+
+    def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
+        """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
+        for holder, target, shown in zip(binding.holders, binding.targets, seen, strict=True):
+            if holder is not target and holder.grad is not shown and target.grad is shown:
+                target.grad = None if holder.grad is None else holder.grad.to(target.dtype)
+        assert binding.found_inf is not None
+        if clip is None or self._plain:
+            if clip is not None:
+                clip_gradients(binding.optimizer, clip)
+            return binding.found_inf
+        targets = [target for target in binding.targets if target.grad is not None]
+        values = [values_of(target.grad) for target in targets]
+        max_norm, limit = _limits(clip)
+        if self._scaler is None and max_norm is None:
+            ops.scale(values, values, 1.0, limit)
+            return binding.found_inf
+        self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
+        ops.scale(values, values, self._state.multiplier, limit)
+        return torch.maximum(binding.found_inf, self._state.found_inf)
+
+    def _loss_scale(self) -> Tensor:
+        """What gradients still carry, on the device: the dynamic scale, a constant, or 1 where the sums are unscaled."""
+        if self._scaler is None:
+            return self._constant
+        return self._one if self._several_losses else self._state.scale
+
+    def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
+        update = run or optimizer.step
+        if self._half_on_cpu and isinstance(optimizer, torch.optim.SGD):
+            leave_fused(optimizer, tell=self._strategy.rank == 0)
+        if self._scaler is None:
+            with torch.enable_grad():
+                update()
+        elif run is None and may_skip(optimizer):
+            run_unless_overflow(optimizer, found_inf)
+        else:
+            self._tell_of_wait(optimizer, run)
+            if not found_inf.item():
+                with torch.enable_grad():
+                    update()
+
+    def _tell_of_wait(self, optimizer: Optimizer, run: Callable[[], Any] | None) -> None:
+        if self._told or self._strategy.rank != 0 or self._strategy.device.type == "cpu":
+            return
+        self._told = True
+        cure = (
+            "leave optimizer_step to the Trainer"
+            if run is not None
+            else "Adam, AdamW, Adagrad and SGD without dampening decide it on the device with fused=True"
+        )
+        logger.warning(
+            "fabricamp: the host waits for the device once a step, to know whether %s has to skip it (precision %r); %s",
+            type(optimizer).__name__, self._name, cure,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Gives the optimizers back as they came."""
+        for optimizer, binding in self._bindings.items():
+            binding.release()
+            optimizer.__dict__.pop("zero_grad", None)
+
+
+def _limits(clip: Clip | None) -> tuple[float | None, float | None]:
+    """The largest norm, and the largest value, that ``clip`` allows."""
+    if clip is None:
+        return None, None
+    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
+
+
+def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:
+    type(optimizer).zero_grad(optimizer, set_to_none)
+    binding.clear()

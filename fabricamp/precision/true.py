@@ -1,0 +1,60 @@
+"""Lightning's "true" precisions: all of the user's step in one dtype, with its inputs, its outputs and torch's default dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.precision.casting import cast_floating
+from fabricamp.precision.level import OptLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from torch import nn
+
+
+class TruePrecision(OptLevel):
+    """O3 without the fp32 boundary: batches come in ``dtype``, and the step keeps what its modules give back.
+
+    >>> TruePrecision(torch.bfloat16).convert_input(torch.ones(2)).dtype
+    torch.bfloat16
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__("O3", cast_model_type=dtype)
+        self.level = dataclasses.replace(self.level, whole_step=True)
+        self.dtype = dtype
+        self._default = _DefaultDtype(dtype)
+
+    def convert_input(self, batch: Any) -> Any:
+        """Brings the floating tensors of a batch to the module's dtype."""
+        return cast_floating(batch, self.dtype)
+
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Runs the user's step with ``dtype`` as torch's default."""
+        with self._default:
+            return step(*args)
+
+    def _bound(self, module: nn.Module, converted: set[int]) -> None:
+        """No call is cast."""
+
+
+class _DefaultDtype:
+    """A context in which torch's default dtype is another one; it may be entered again inside itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch.set_default_dtype(self._before.pop())

@@ -1,0 +1,69 @@
+"""Lightning's DDPStrategy: ``DDP`` with that one's arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fabricamp.errors import ConfigError
+from fabricamp.strategies.ddp import DDP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    import torch
+
+    from fabricamp.strategies.base import Environment
+
+__all__ = ["DDPStrategy"]
+
+_ELSEWHERE: Final = {
+    "accelerator": "give Trainer(accelerator=...)",
+    "parallel_devices": "give Trainer(devices=...)",
+    "cluster_environment": "torchrun and SLURM are recognised by themselves",
+    "checkpoint_io": "checkpoints have one form; write them elsewhere with ModelCheckpoint(dirpath='s3://...')",
+    "precision_plugin": "give Trainer(precision=...)",
+    "ddp_comm_wrapper": "wrap the hook before it is given",
+    "model_averaging_period": "average in a Callback",
+}
+_START_METHODS: Final = {"popen": None, "spawn": "spawn", "fork": "fork", "forkserver": "spawn"}
+
+
+class DDPStrategy(DDP):
+    """:class:`DDP` by Lightning's name: the same options, and Lightning's names of some.
+
+    Raises :class:`ConfigError` for what is said elsewhere here, such as ``parallel_devices``.
+
+    >>> DDPStrategy(find_unused_parameters=True).find_unused_parameters
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        ddp_comm_state: object = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta | None = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        for name, cure in _ELSEWHERE.items():
+            if options.pop(name, None) is not None:
+                raise ConfigError(f"DDPStrategy has no argument {name!r} here; {cure}")
+        if start_method not in _START_METHODS:
+            raise ConfigError(f"DDPStrategy(start_method={start_method!r}): give one of {', '.join(_START_METHODS)}")
+        hook = None if ddp_comm_hook is None else (ddp_comm_state, ddp_comm_hook)
+        super().__init__(timeout=timeout, comm_hook=hook, **options)
+        self.start_method = _START_METHODS[start_method]
+        self._backend = process_group_backend
+
+    def setup_environment(self, environment: Environment, device: torch.device) -> None:
+        """Joins the other processes."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if self._backend not in (None, backend):
+            raise ConfigError(
+                f"DDPStrategy(process_group_backend={self._backend!r}): {device.type} devices exchange through {backend!r} here; "
+                "leave it out"
+            )
+        super().setup_environment(environment, device)

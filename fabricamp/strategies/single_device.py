@@ -1,0 +1,37 @@
+"""Lightning's SingleDeviceStrategy: one process, on the device that the Trainer chooses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.base import Environment
+
+__all__ = ["SingleDeviceStrategy"]
+
+
+class SingleDeviceStrategy(Strategy):
+    """One process on one device: that of the Trainer's ``accelerator`` and ``devices``, which has to be ``device`` where given.
+
+    >>> SingleDeviceStrategy(device="cpu").name
+    'single'
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        super().__init__()
+        self._wanted = None if device is None else torch.device(device)
+
+    def setup_environment(self, environment: Environment, device: torch.device) -> None:
+        """Takes the device."""
+        wanted = self._wanted
+        if wanted is not None and (wanted.type != device.type or wanted.index not in (None, device.index)):
+            raise ConfigError(
+                f"SingleDeviceStrategy(device={str(wanted)!r}), but the Trainer runs on {str(device)!r}; choose it by "
+                f"Trainer(accelerator={wanted.type!r}, devices=...)"
+            )
+        super().setup_environment(environment, device)

@@ -1,0 +1,161 @@
+"""Every private name of torch that the package uses, and why: the one place to look when a torch release breaks something.
+
+All of them exist in torch 2.11 (the oldest supported) and 2.13, where the tests look for each; a private name used anywhere in
+the package and missing here fails a test.  Functions and classes are imported from here.  Attributes of torch's objects cannot
+be, so :data:`ATTRIBUTES` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.autograd import Variable, forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.loss import _Loss as AnyLoss
+from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+__all__ = [
+    "ATTRIBUTES",
+    "AnyBatchNorm",
+    "AnyLoss",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "call_at_end_of_backward",
+    "current_backward",
+    "current_stream",
+    "current_stream_is_capturing",
+    "default_store",
+    "dispatch_modes",
+    "exporting",
+    "forward_derivative_level",
+    "functorch_active",
+    "global_forward_pre_hooks",
+    "global_optimizer_post_hooks",
+    "global_optimizer_pre_hooks",
+    "is_batched_gradient",
+    "is_traceable_wrapper_subclass",
+    "profiler_enabled",
+    "sleep_on_gpu",
+    "symmetric_memory",
+    "tracing_state",
+]
+
+# AnyBatchNorm, AnyLoss: the base classes of all BatchNorms and of all losses have no public name.
+# HashStore, PrefixStore, Store: torch.distributed has them too, but type checkers do not see them there.
+# global_forward_pre_hooks: the public register_module_forward_pre_hook leaves out keyword arguments, which a boundary casts too.
+# global_optimizer_*_hooks, profiler_enabled: what Optimizer.step's wrapper asks; a step that nobody watches goes past it (10 us).
+# is_traceable_wrapper_subclass: kernels cannot read a DTensor, or another tensor around tensors; fused optimizers refuse it.
+
+functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
+"""Whether vmap, grad or another transform runs: our kernels have no rule for these, so torch's operations run instead."""
+
+is_batched_gradient: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient stands for several, as under ``torch.autograd.grad(is_grads_batched=True)``."""
+
+tracing_state: Final[Callable[[], Any]] = torch._C._get_tracing_state
+"""What ``torch.jit.trace`` records with; None where it does not run."""
+
+dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
+"""How many TorchDispatchModes look on (make_fx, fake tensors): these have to see a registered operator."""
+
+current_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread: apex's DistributedDataParallel begins an exchange once for each."""
+
+
+def _public_current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+current_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
+"""The address of the current CUDA stream, asked for at every launch: 0.1 us this way, 9.5 us by the public one."""
+
+
+current_stream_is_capturing: Final[Callable[[], bool]] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether a CUDA graph is being captured, asked in every step: the public function around it costs as much again."""
+
+
+def forward_derivative_level() -> int:
+    """Returns the level of forward-mode derivatives that is entered; -1 outside of any, which is where our kernels may run."""
+    level: int = forward_ad._current_level
+    return level
+
+
+def exporting() -> bool:
+    """Returns whether ``torch.export`` runs; the public ``is_exporting()`` says True under any compilation in torch 2.11."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keeps the GPU busy: what is timed behind it does not wait for the host."""
+    torch.cuda._sleep(cycles)
+
+
+def symmetric_memory() -> ModuleType:
+    """Returns torch's symmetric memory, by which SyncBatchNorm's kernels of several ranks write to each other."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric
+
+
+def default_store() -> Store:
+    """Returns the store that the ranks of the default process group met at; heartbeats and agreements travel through it."""
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Lets ``function`` run when the backward of now has ended, as torch's DistributedDataParallel does."""
+    Variable._execution_engine.queue_callback(function)
+
+
+ATTRIBUTES: Final[dict[str, str]] = {
+    "torch.nn.Module._modules": "a layer is replaced in its place (SyncBatchNorm), whatever the names of its parents",
+    "torch.nn.Module._parameters": "a replaced layer's tensors go over to the new one themselves",
+    "torch.nn.Module._buffers": "the same",
+    "torch.nn.Module._forward_hooks": "a replaced layer's hooks go over, with the handles that remove them; so for all of these:",
+    "torch.nn.Module._forward_hooks_with_kwargs": "the same",
+    "torch.nn.Module._forward_hooks_always_called": "the same",
+    "torch.nn.Module._forward_pre_hooks": "the same",
+    "torch.nn.Module._forward_pre_hooks_with_kwargs": "the same; a half module's boundary is kept there, see precision/boundary.py",
+    "torch.nn.Module._backward_hooks": "the same",
+    "torch.nn.Module._backward_pre_hooks": "the same",
+    "torch.nn.Module._is_full_backward_hook": "the same",
+    "torch.nn.Module._non_persistent_buffers_set": "the same",
+    "torch.nn.Module._state_dict_hooks": "the same",
+    "torch.nn.Module._state_dict_pre_hooks": "the same",
+    "torch.nn.Module._load_state_dict_pre_hooks": "the same",
+    "torch.nn.Module._load_state_dict_post_hooks": "the same",
+    "torch.nn.Module._call_impl": "tells from the frames whether a call goes on (apex's scripts)",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "apex's scripts wrap late; finds the wrapper",
+    "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a wrapper's hooks go with it",
+    "torch.nn.parallel.DistributedDataParallel.reducer._check_reducer_finalized": "names parameters without a gradient",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "a step without hooks goes past torch's wrapper",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
+    "torch.amp.GradScaler._per_optimizer_states": "torch hands the scaler to optimizers that unscale by themselves",
+    "torch.amp.GradScaler._check_inf_per_device": "the same",
+    "torch.amp.GradScaler._get_scale_async": "the same",
+    "torch.Tensor._version": "whether a tensor was written since it was looked at",
+    "torch.Tensor._base": "cross-entropy in place writes over no view of a leaf",
+    "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",
+    "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
+    "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
+    "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is ours: a full disk would end torch's thread",
+    "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",
+    "torch.distributed.ProcessGroup.Options._timeout": "the same",
+}
+"""Private attributes of torch's objects, by class, with the reason for their use."""

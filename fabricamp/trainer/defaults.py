@@ -1,0 +1,67 @@
+"""What stands for the Trainer's arguments that are not given, or None."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+from fabricamp.trainer.arguments import NO_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Arguments = ParamSpec("Arguments")
+
+_DEFAULTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "accumulate_grad_batches": 1,
+    "detect_anomaly": False,
+    "deterministic": False,
+    "devices": "auto",
+    "enable_checkpointing": True,
+    "enable_model_summary": True,
+    "enable_progress_bar": True,
+    "fast_dev_run": False,
+    "inference_mode": True,
+    "log_every_n_steps": 50,
+    "max_steps": NO_LIMIT,
+    "num_nodes": 1,
+    "num_sanity_val_steps": 2,
+    "overfit_batches": 0.0,
+    "per_sample_seed": False,
+    "precision": "O0",
+    "start_method": "auto",
+    "strategy": "auto",
+    "sync_batchnorm": False,
+    "use_distributed_sampler": True,
+}
+"""What None stands for, where it is not a value of its own."""
+
+
+def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``given`` with the default in place of each None that is not a choice of its own."""
+    return {name: _DEFAULTS.get(name) if value is None else value for name, value in given.items()}
+
+
+def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Lets variables such as ``PL_TRAINER_MAX_EPOCHS=3`` stand for arguments of ``init`` that are not given."""
+    names = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def initialize(*args: Arguments.args, **given: Arguments.kwargs) -> None:
+        found = {name: os.environ.get(f"PL_TRAINER_{name.upper()}") for name in names}
+        values = {name: _parsed(text) for name, text in found.items() if text}
+        init(*args, **{**values, **given})
+
+    return initialize
+
+
+def _parsed(text: str) -> Any:
+    """The Python value that ``text`` spells, else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

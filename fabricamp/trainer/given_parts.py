@@ -1,0 +1,47 @@
+"""The callbacks and loggers that a Trainer was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricamp.callbacks.base import CALLBACKS, Callback
+from fabricamp.errors import ConfigError, without_address
+from fabricamp.loggers.base import Logger
+from fabricamp.not_offered import lightnings
+
+
+def as_callbacks(value: Any) -> list[Callback]:
+    """Returns a list of callbacks from one, several, names among them, or None."""
+    given = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    callbacks = [CALLBACKS.build(one) if isinstance(one, str) else one for one in given]
+    for one in callbacks:
+        if not isinstance(one, Callback):
+            hint = "; give an instance, not the class" if isinstance(one, type) else ""
+            raise ConfigError(
+                f"callbacks: {words}"
+                if (words := lightnings(one))
+                else f"callbacks holds {without_address(one)}, which is not a fabricamp Callback{hint}"
+            )
+    keys = [one.state_key for one in callbacks]
+    for one, key in zip(callbacks, keys, strict=True):
+        if keys.count(key) > 1 and one.state_dict():
+            raise ConfigError(
+                f"two callbacks have the state key {key!r}; give them different arguments, or override state_key"
+            )
+    return callbacks
+
+
+def as_loggers(value: Any) -> list[Logger] | None:
+    """Returns a list of loggers; None stands for the default one (``True`` or None given), ``False`` for none."""
+    if value is None or value is True:
+        return None
+    given = [] if value is False else list(value) if isinstance(value, (list, tuple)) else [value]
+    for one in given:
+        if not isinstance(one, Logger):
+            raise ConfigError(
+                f"logger: {words}"
+                if (words := lightnings(one))
+                else f"logger={without_address(one)} is not a fabricamp Logger; give one, a list of "
+                "them, True (TensorBoard) or False"
+            )
+    return given

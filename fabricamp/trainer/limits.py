@@ -1,0 +1,127 @@
+"""The Trainer's arguments that can be read, and set for the next run: limits also in a running one."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from fabricamp.trainer.arguments import as_clip, check_cadence, check_limit_of, check_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.runner import Runner
+
+Value = TypeVar("Value")
+
+
+class _Setting(Generic[Value]):
+    """An argument by its name: read, and set to what ``check`` makes of the new value."""
+
+    def __init__(self, check: Callable[[str, Any], Value], doc: str) -> None:
+        self._check = check
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: TrainerLimits | None, owner: type | None = None) -> Value:
+        if trainer is None:  # of the class, as help() asks
+            return cast("Value", self)
+        return cast("Value", getattr(trainer._runner.settings, self._name))
+
+    def __set__(self, trainer: TrainerLimits, value: Value) -> None:
+        setattr(trainer._runner.settings, self._name, self._check(self._name, value))
+
+
+class TrainerLimits:
+    """When training ends, how much of the data is seen, and what happens every so often."""
+
+    _runner: Runner
+
+    max_epochs = _Setting(
+        functools.partial(check_number, least=0, endless=True),
+        "The epoch at which training ends; -1 for no limit.  Set in a running fit it counts from there on, as the next three do.",
+    )
+    max_steps = _Setting(
+        functools.partial(check_number, least=0, endless=True), "The step at which training ends; -1 for no limit."
+    )
+    min_epochs = _Setting(functools.partial(check_number, least=0), "The epochs that a stop request has to wait for.")
+    min_steps = _Setting(functools.partial(check_number, least=0), "The steps that a stop request has to wait for.")
+    accumulate_grad_batches = _Setting(
+        functools.partial(check_number, least=1), "The number of micro-batches in a step."
+    )
+    log_every_n_steps = _Setting(
+        functools.partial(check_number, least=1), "The number of steps between two flushes of logged values."
+    )
+    limit_train_batches = _Setting(
+        check_limit_of, "How many batches an epoch has at most (int), or which share of the loader's (float)."
+    )
+    limit_val_batches = _Setting(check_limit_of, "The same of each validation loader.")
+    limit_test_batches = _Setting(check_limit_of, "The same of each loader to test.")
+    limit_predict_batches = _Setting(check_limit_of, "The same of each loader to predict.")
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """What gradients are limited to; None for no limit."""
+        clip = self._runner.settings.clip
+        return None if clip is None else clip.value
+
+    @gradient_clip_val.setter
+    def gradient_clip_val(self, value: float | None) -> None:
+        self._runner.settings.clip = as_clip(value, self.gradient_clip_algorithm)
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """What is limited: the "norm" of all gradients, or each "value"; None for no limit."""
+        clip = self._runner.settings.clip
+        return None if clip is None else clip.algorithm
+
+    @gradient_clip_algorithm.setter
+    def gradient_clip_algorithm(self, value: str | None) -> None:
+        self._runner.settings.clip = as_clip(self.gradient_clip_val, value)
+
+    @property
+    def val_check_interval(self) -> float:
+        """After how many micro-batches (int) or which share of an epoch (float) validation runs."""
+        return self._runner.settings.val_check_interval
+
+    @val_check_interval.setter
+    def val_check_interval(self, value: float) -> None:
+        check_cadence(value, self.check_val_every_n_epoch)
+        self._runner.settings.val_check_interval = value
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """In which epochs validation runs; None: micro-batches are counted across epochs."""
+        return self._runner.settings.check_val_every_n_epoch
+
+    @check_val_every_n_epoch.setter
+    def check_val_every_n_epoch(self, value: int | None) -> None:
+        check_cadence(self.val_check_interval, value)
+        self._runner.settings.check_val_every_n_epoch = value
+
+    @property
+    def num_sanity_val_steps(self) -> float:
+        """How many batches of each validation loader are run before training; infinity for all."""
+        return self._runner.settings.num_sanity_val_steps
+
+    @property
+    def fast_dev_run(self) -> int:
+        """The number of batches of a trial run, 0 for a real one."""
+        return self._runner.settings.fast_dev_run
+
+    @property
+    def overfit_batches(self) -> float:
+        """How many batches (int), or which share of them (float), training and validation have; 0 for all."""
+        return self._runner.settings.overfit_batches
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where logs and checkpoints go that have no other place."""
+        return self._runner.settings.default_root_dir
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self._runner.settings.num_nodes

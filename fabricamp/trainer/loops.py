@@ -1,0 +1,138 @@
+"""Lightning's loops as callbacks see them: views of the Trainer's limits and counters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fabricamp.trainer.properties import TrainerProperties
+
+
+class Count(NamedTuple):
+    """How many epochs, or micro-batches, were begun and how many are done."""
+
+    ready: int
+    completed: int
+
+    @property
+    def started(self) -> int:
+        """As many as are ready."""
+        return self.ready
+
+    @property
+    def processed(self) -> int:
+        """As many as are completed."""
+        return self.completed
+
+
+class Progress(NamedTuple):
+    """A count of the running epoch, and of the whole run."""
+
+    current: Count
+    total: Count
+
+
+class EpochLoop:
+    """``trainer.fit_loop.epoch_loop``: the steps of an epoch."""
+
+    def __init__(self, trainer: TrainerProperties) -> None:
+        self._trainer = trainer
+
+    @property
+    def max_steps(self) -> int:
+        """The step at which training ends; -1 for no limit."""
+        return self._trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self._trainer.max_steps = value
+
+    @property
+    def min_steps(self) -> int:
+        """The steps that a stop request has to wait for."""
+        return self._trainer.min_steps
+
+    @min_steps.setter
+    def min_steps(self, value: int) -> None:
+        self._trainer.min_steps = value
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps so far."""
+        return self._trainer.global_step
+
+    @property
+    def val_loop(self) -> EvaluationLoop:
+        """The validation within fit."""
+        return EvaluationLoop(self._trainer, "val")
+
+
+class FitLoop:
+    """``trainer.fit_loop``: the epochs of a fit."""
+
+    def __init__(self, trainer: TrainerProperties) -> None:
+        self._trainer = trainer
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        """The steps of an epoch."""
+        return EpochLoop(self._trainer)
+
+    @property
+    def max_epochs(self) -> int:
+        """The epoch at which training ends; -1 for no limit."""
+        return self._trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int) -> None:
+        self._trainer.max_epochs = value
+
+    @property
+    def min_epochs(self) -> int:
+        """The epochs that a stop request has to wait for."""
+        return self._trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, value: int) -> None:
+        self._trainer.min_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        """The step at which training ends; -1 for no limit."""
+        return self._trainer.max_steps
+
+    @property
+    def min_steps(self) -> int:
+        """The steps that a stop request has to wait for."""
+        return self._trainer.min_steps
+
+    @property
+    def max_batches(self) -> float:
+        """The number of micro-batches in an epoch."""
+        return self._trainer.num_training_batches
+
+    @property
+    def epoch_progress(self) -> Progress:
+        """How many epochs were begun and done, in this fit and the one that it goes on from."""
+        epoch = self._trainer.current_epoch
+        count = Count(epoch + (1 if self._trainer.state.fitting else 0), epoch)
+        return Progress(count, count)
+
+
+class EvaluationLoop:
+    """``trainer.validate_loop``, ``test_loop`` and ``predict_loop``."""
+
+    def __init__(self, trainer: TrainerProperties, kind: str) -> None:
+        self._trainer = trainer
+        self._kind = kind
+
+    @property
+    def max_batches(self) -> list[float]:
+        """The number of batches, one a loader."""
+        found: list[float] = getattr(self._trainer, f"num_{self._kind}_batches")
+        return found
+
+    @property
+    def num_dataloaders(self) -> int:
+        """The number of loaders."""
+        return len(self.max_batches)

@@ -1,0 +1,333 @@
+"""What a Trainer lets others see: Lightning's names, read from the parts that hold the values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.early_stopping import EarlyStopping
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.precision import precision_name
+from fabricamp.state import RunningStage, RunState
+from fabricamp.trainer.limits import TrainerLimits
+from fabricamp.trainer.loops import EvaluationLoop, FitLoop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.checkpoint.record import Record
+    from fabricamp.data import DataModule
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.engine.runner import Runner
+    from fabricamp.engine.session import Session
+    from fabricamp.loggers.base import Logger
+    from fabricamp.loggers.delivery import Delivery
+    from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Strategy
+
+
+class TrainerProperties(TrainerLimits):
+    """Read-only views for callbacks, loggers and users."""
+
+    state: RunState
+    strategy: Strategy
+    precision_plugin: Precision
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    ckpt_path: str | None
+    log_dir: str | None
+    """The folder of this run's logs, the same on every rank; the default folder without a logger that writes files."""
+    _runner: Runner
+
+    # -- parts -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> TrainingModule:
+        """The module of the running, or last, fit, validate, test or predict."""
+        return self._opened.module
+
+    @property
+    def lightning_module(self) -> TrainingModule:
+        """The module, by Lightning's name."""
+        return self.module
+
+    @property
+    def model(self) -> TrainingModule:
+        """The module, by the name that fit takes it by."""
+        return self.module
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the precision, such as "32-true" or "16-mixed"; "O2", "O3" and "O5" have only their own."""
+        return precision_name(self.precision_plugin)
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule, where one was given."""
+        return self._opened.source.datamodule
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What ``configure_optimizers`` returned."""
+        return self._opened.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning-rate schedulers and when they step."""
+        return self._opened.schedulers
+
+    @property
+    def delivery(self) -> Delivery:
+        """The way to all loggers, as in ``trainer.delivery.log_metrics(values, step)``; on ranks other than 0 there are none."""
+        return self._opened.delivery
+
+    @property
+    def record(self) -> Record:
+        """The state of the running, or last, fit: sections that are saved, and restored, by name."""
+        return self._opened.record
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every :class:`ModelCheckpoint`."""
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first :class:`ModelCheckpoint`."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first :class:`EarlyStopping`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """Every :class:`EarlyStopping`."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader that is trained on."""
+        return self._opened.data.train_loader
+
+    @property
+    def val_dataloaders(self) -> list[Any]:
+        """The loaders that are validated on."""
+        return self._opened.data.evaluation_loaders("val")
+
+    @property
+    def test_dataloaders(self) -> list[Any]:
+        """The loaders that are tested on."""
+        return self._opened.data.evaluation_loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> list[Any]:
+        """The loaders whose batches are predicted."""
+        return self._opened.data.evaluation_loaders("predict")
+
+    @property
+    def _opened(self) -> Session:
+        if self._runner.session is None:
+            raise ConfigError(
+                "the Trainer has no module yet; this can be read in and after fit, validate, test and predict"
+            )
+        return self._runner.session
+
+    # -- where the run stands ----------------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of attempted update windows."""
+        return self.state.global_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of windows skipped for overflow; during training as of two steps ago, exact after it."""
+        if self._runner.launches:
+            return self._runner.skipped_in_workers
+        return 0 if self.precision_plugin.verdicts is None else self.precision_plugin.verdicts.skipped_steps
+
+    @property
+    def training(self) -> bool:
+        """Whether ``fit`` runs, and not its validation."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation runs."""
+        return self.state.stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """Whether ``test`` runs."""
+        return self.state.stage is RunningStage.TESTING
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or ``test`` runs."""
+        return self.validating or self.testing
+
+    @property
+    def predicting(self) -> bool:
+        """Whether ``predict`` runs."""
+        return self.state.stage is RunningStage.PREDICTING
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches before training run."""
+        return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C, or a signal of the scheduler, ended the run."""
+        return self.state.interrupted
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM ended the run."""
+        return self.state.interruption == "SIGTERM"
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether ``fit`` validates: the module has a validation_step, and batches are not limited to none."""
+        return self.limit_val_batches > 0 and overrides(self.module, "validation_step", TrainingModule)
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The values that callbacks watch: epoch values are those of all ranks."""
+        return {} if self._runner.session is None else self._runner.session.metrics.callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The values that went to the loggers last."""
+        return {} if self._runner.session is None else self._runner.session.metrics.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the progress bar shows: of a step this rank's last ones, on a GPU as of the last look or two."""
+        return {} if self._runner.session is None else self._runner.session.metrics.glance()
+
+    # -- loops, as Lightning has them ---------------------------------------------------------------------------------------------
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The epochs of a fit: limits, which can be set, and counters."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The batches to validate on."""
+        return EvaluationLoop(self, "val")
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The batches to test on."""
+        return EvaluationLoop(self, "test")
+
+    @property
+    def predict_loop(self) -> EvaluationLoop:
+        """The batches to predict."""
+        return EvaluationLoop(self, "predict")
+
+    # -- how much there is -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_training_batches(self) -> float:
+        """The number of micro-batches in an epoch on this rank; infinity where the loader does not tell."""
+        return self._opened.data.num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch being trained on is the epoch's last."""
+        return self._opened.data.is_last_batch
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """The number of validation batches, one a loader."""
+        return self._opened.data.evaluation_lengths("val")
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """The number of test batches, one a loader."""
+        return self._opened.data.evaluation_lengths("test")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """The number of batches to predict, one a loader."""
+        return self._opened.data.evaluation_lengths("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """The number of validation batches that are run before training, one a loader."""
+        return [min(self.num_sanity_val_steps, length) for length in self.num_val_batches]
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The number of steps that training will take, for schedules; infinity where neither epochs nor steps are limited."""
+        batches = self.num_training_batches
+        limits = [self.max_steps] if self.max_steps >= 0 else []
+        if batches != float("inf") and self.max_epochs >= 0:
+            limits.append(-(-int(batches) // self.accumulate_grad_batches) * self.max_epochs)
+        return min(limits, default=float("inf"))
+
+    # -- processes ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return self.strategy.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its node."""
+        return self.strategy.environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
+        return self.strategy.environment.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; known before the first run too."""
+        return self._runner.num_processes if self._runner.launches else self.strategy.world_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The numbers of this node's devices, or of its processes on the CPU."""
+        return list(self._runner.device_indices)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of processes, and devices, on this node."""
+        return self._runner.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, the one that writes files and prints."""
+        return self.global_rank == 0

@@ -1,0 +1,266 @@
+"""The Trainer: checks its arguments, composes the parts, and runs fit, validate, test and predict."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Never
+
+from fabricamp import launch
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.engine.ending import end_fit, leave_interrupted
+from fabricamp.engine.runner import Runner
+from fabricamp.engine.workers import start_workers
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.loggers.dummy import DummyLogger
+from fabricamp.loggers.tensorboard import TensorBoardLogger
+from fabricamp.precision import precision_from
+from fabricamp.state import RunState, TrainerFn
+from fabricamp.strategies import strategy_from
+from fabricamp.trainer.arguments import (
+    check_flag,
+    check_settings,
+    refuse_unknown,
+    refuse_unknown_data,
+)
+from fabricamp.trainer.defaults import from_environment, with_defaults
+from fabricamp.trainer.given_parts import as_callbacks, as_loggers
+from fabricamp.trainer.properties import TrainerProperties
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+    from pathlib import Path
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.data import DataModule
+    from fabricamp.loggers.base import Logger
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Environment, Strategy
+
+
+class Trainer(TrainerProperties):
+    """Trains, validates, tests and predicts with a :class:`TrainingModule`; argument names are Lightning's.
+
+    ``strategy`` and ``precision`` take a name or an object with options.  None stands for an argument's default, and a variable
+    such as ``PL_TRAINER_MAX_EPOCHS`` for one that is not given.  Every argument is checked here; what depends on the
+    module, its optimizers or the data is checked in ``fit`` before the first batch.  Raises :class:`ConfigError`.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, precision="O1", accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    @from_environment
+    def __init__(
+        self,
+        *,
+        accelerator: str | None = "auto",
+        devices: int | str | list[int] | None = "auto",
+        num_nodes: int | None = 1,
+        strategy: str | Strategy | None = "auto",
+        precision: str | int | Precision | None = "O0",
+        max_epochs: int | None = None,
+        max_steps: int | None = -1,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        limit_test_batches: float | None = None,
+        limit_predict_batches: float | None = None,
+        fast_dev_run: int | bool | None = False,
+        overfit_batches: float | None = 0.0,
+        val_check_interval: float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = 2,
+        log_every_n_steps: int | None = 50,
+        accumulate_grad_batches: int | None = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = "norm",
+        nan_policy: str | None = None,
+        logger: Logger | list[Logger] | bool | None = True,
+        callbacks: list[Callback | str] | Callback | str | None = None,
+        enable_checkpointing: bool | None = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = True,
+        start_method: str | None = "auto",
+        deterministic: bool | str | None = False,
+        benchmark: bool | None = None,
+        detect_anomaly: bool | None = False,
+        use_distributed_sampler: bool | None = True,
+        per_sample_seed: bool | None = False,
+        sync_batchnorm: bool | None = False,
+        inference_mode: bool | None = True,
+        default_root_dir: str | Path | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key not in {"self", "unknown", "__class__"}}
+        refuse_unknown(unknown, given)
+        given = with_defaults(given)
+        settings = check_settings(given)
+        environment, indices = self._choose_processes(
+            given["accelerator"], given["devices"], given["strategy"], settings.num_nodes
+        )
+        if settings.start_method == "auto":
+            settings.start_method = self.strategy.start_method or "auto"
+        self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)
+        self.state = RunState()
+        self.ckpt_path: str | None = None
+        self.log_dir: str | None = None
+        found = as_loggers(logger)
+        self.loggers = [TensorBoardLogger(settings.default_root_dir)] if found is None else found
+        given_callbacks = as_callbacks(callbacks)
+        enabled = {
+            ModelCheckpoint: check_flag("enable_checkpointing", given["enable_checkpointing"]),
+            ProgressBar: check_flag("enable_progress_bar", given["enable_progress_bar"]),
+            ModelSummary: check_flag("enable_model_summary", given["enable_model_summary"]),
+        }
+        default_callbacks: list[Callback] = [kind() for kind, wanted in enabled.items() if wanted]
+        if not enabled[ModelCheckpoint] and any(isinstance(one, ModelCheckpoint) for one in given_callbacks):
+            raise ConfigError(
+                "callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out"
+            )
+        if settings.fast_dev_run:
+            self.loggers = [DummyLogger()] if self.loggers else []
+        self.callbacks: list[Callback] = []
+        self._runner = Runner(self, settings, environment, indices, given_callbacks, default_callbacks)
+
+    def _choose_processes(
+        self, accelerator: str, devices: int | str | list[int], strategy: str | Strategy, num_nodes: int
+    ) -> tuple[Environment | None, list[int]]:
+        """Decides how many processes there are, and on what; returns which of them this one is, and this node's devices."""
+        environment = launch.detect()
+        self.device_type, indices = launch.resolve_devices(accelerator, devices, environment)
+        local = len(indices)
+        launch.check_environment(environment, None if devices == "auto" else local, num_nodes)
+        self.strategy = strategy_from(strategy, local if environment is None else environment.world_size)
+        if environment is not None:
+            self.strategy.environment = environment
+        return environment, indices
+
+    # -- the four entry points ---------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: TrainingModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Trains from the start, or on from ``ckpt_path``: a path or URL, "last", "best", or "auto" ("last" where there is one)."""
+        refuse_unknown_data("fit", unknown)
+        self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        **unknown: Never,
+    ) -> list[dict[str, float]]:
+        """Runs the validation loop once; returns the logged values, one dict a loader."""
+        refuse_unknown_data("validate", unknown)
+        return self._run(TrainerFn.VALIDATING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+
+    def test(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        **unknown: Never,
+    ) -> list[dict[str, float]]:
+        """Runs the test loop once; returns the logged values, one dict a loader."""
+        refuse_unknown_data("test", unknown)
+        return self._run(TrainerFn.TESTING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = True,
+        ckpt_path: str | Path | None = None,
+        **unknown: Never,
+    ) -> list[Any] | None:
+        """Returns what ``predict_step`` returned, batch by batch (of several loaders: a list each); those of every rank in turn."""
+        refuse_unknown_data("predict", unknown)
+        keep = return_predictions is not False
+        return self._run(TrainerFn.PREDICTING, model, None, dataloaders, datamodule, ckpt_path, keep=keep)  # type: ignore[no-any-return]
+
+    def _run(
+        self,
+        fn: TrainerFn,
+        module: TrainingModule | None,
+        train: Any,
+        evaluation: Any,
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+        **options: bool,
+    ) -> Any:
+        """Runs one entry point, in this process or in workers; the four above are its faces."""
+        runner = self._runner
+        module, source = runner.check_call(fn, module, train, evaluation, datamodule)
+        result = None
+        if runner.launches:
+            run: Callable[[], Any] = functools.partial(
+                self._run, fn, module, source.train, source.evaluation, source.datamodule, ckpt_path, **options
+            )
+            result = start_workers(runner, run, fn, module, source)
+        else:
+            with runner.session_of(fn, module, source) as session:
+                session.attach()
+                session.open(*runner.resolve(ckpt_path))
+                if fn is TrainerFn.FITTING:
+                    loop = session.fit_loop()
+                    loop.run()
+                    end_fit(self, session, loop)
+                else:
+                    result = session.evaluate(**options)
+        leave_interrupted(self)
+        return result
+
+    # -- what callbacks call -----------------------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to end behind this step; any rank may set it, and all end behind the same one."""
+        return self.state.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.state.ask("should_stop was set")
+        else:
+            self.state.should_stop = self.state.agreed = False
+
+    def stop(self, reason: str) -> None:
+        """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``)."""
+        self.state.stop(reason)
+
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        *,
+        write: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Writes a checkpoint, or lets ``write`` do it: every rank calls it; raises :class:`CheckpointError` on every rank."""
+        if self._runner.launches:
+            raise CheckpointError(
+                "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
+                "call it in a hook such as on_fit_end"
+            )
+        self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Prints once, not once a process."""
+        if self.is_global_zero:
+            print(*args, **options)  # what this method is for

@@ -1,0 +1,33 @@
+"""Norms of gradients, to be logged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["grad_norm"]
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Returns the norm of each parameter's gradient, and of all of them, by name; empty where nothing has a gradient.
+
+    Called in ``on_before_optimizer_step``, where gradients are averaged and unscaled.  The values stay on the device:
+    ``self.log_dict`` takes them as they are.  Raises :class:`ConfigError` where ``norm_type`` is not above 0.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigError(f"grad_norm(norm_type={norm_type!r}): give a number above 0, or 'inf'")
+    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    norms = {name: torch.linalg.vector_norm(one.detach(), order) for name, one in gradients.items()}
+    found = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in norms.items()}
+    if norms:
+        device = next(iter(norms.values())).device
+        together = torch.stack([norm.to(device) for norm in norms.values()])
+        found[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(together, order)
+    return found

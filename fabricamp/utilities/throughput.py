@@ -1,0 +1,35 @@
+"""What a step computes, to be compared with what the device could."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+__all__ = ["measure_flops"]
+
+
+def measure_flops(
+    model: nn.Module,  # noqa: ARG001 - Lightning's signature; what forward_fn calls is counted
+    forward_fn: Callable[[], Any],
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> int:
+    """Returns the floating-point operations of ``forward_fn()``, with ``loss_fn`` those of its backward too.
+
+    On the ``meta`` device nothing is computed.
+
+    >>> with torch.device("meta"):
+    ...     layer, batch = torch.nn.Linear(8, 4), torch.randn(2, 8)
+    >>> measure_flops(layer, lambda: layer(batch))
+    128
+    """
+    with FlopCounterMode(display=False) as counter:
+        outputs = forward_fn()
+        if loss_fn is not None:
+            loss_fn(outputs).backward()
+    return int(counter.get_total_flops())

@@ -1,0 +1,191 @@
+"""Checkpoints of earlier versions go on bit for bit.
+
+``files/`` holds one of each layout, named by the commit that wrote it: ``python -m tests.checkpoint.test_checkpoint_formats FILE``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fabricamp import Callback, CheckpointError, TrainingModule
+from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.loggers import CSVLogger
+from fabricamp.rng import capture_rng, global_seed, isolate_rng
+from tests.small import data, quiet_trainer
+from tests.trainer.test_resume import assert_equal
+
+FILES = sorted((Path(__file__).parent / "files").glob("*.ckpt"))
+OVERFLOWS_AT, CUT_AT, STEPS = 2, 17, 8
+
+
+class Net(TrainingModule):
+    """Everything that a checkpoint keeps, small: BatchNorm, masters, a schedule, running values, draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4, affine=False), torch.nn.Linear(4, 3, bias=False)
+        )
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen.append((x.sum().item(), torch.rand(()).item()))
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True)
+        return loss * (float("inf") if self.global_step == OVERFLOWS_AT else 1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
+
+
+class Cut(Callback):
+    """Writes a checkpoint in the middle of a window, with two micro-batches of it done and two verdicts on their way."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.state.batches_done == CUT_AT:
+            trainer.save_checkpoint(self.path)
+            self.seen = len(module.seen)
+
+
+class Restored(Callback):
+    """What a run holds that goes on: everything before its first batch, the generators in it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if not hasattr(self, "rng"):
+            self.rng = capture_rng()
+
+
+def shuffled():
+    return DataLoader(data(24), 4, shuffle=True)
+
+
+def shuffled_as_then():
+    """Earlier versions ordered samples by the seed and the epoch, in one process too."""
+    return DataLoader(data(24), 4, sampler=DistributedSampler(range(24), 1, 0, seed=global_seed()))
+
+
+def fit(folder, *callbacks, ckpt_path=None, make=shuffled):
+    torch.manual_seed(3 if ckpt_path is None else 4)
+    module = Net()
+    trainer = quiet_trainer(
+        precision="O2",
+        max_steps=STEPS,
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.5,
+        log_every_n_steps=2,
+        enable_checkpointing=True,
+        callbacks=[EarlyStopping("loss_epoch", patience=9), ModelCheckpoint(folder / "own"), *callbacks],
+        logger=CSVLogger(folder),
+        default_root_dir=folder,
+    )
+    trainer.fit(module, make(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def as_read(path):
+    """What a run goes on from, without what each file has of its own."""
+    state = read_checkpoint(path)
+    state["loops"]["fit"] = {
+        "stop": "",
+        "interrupted": False,
+        "closed": True,
+        "validations": 0,
+        **state["loops"]["fit"],
+    }
+    sums, loss = state["loops"]["fit"]["window"]["tensors"]
+    state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
+    assert sums.count_nonzero() == 8 * 4 + 4 + 4 * 3 + 3  # values, and a flag for each of the three
+    for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng"):
+        state.pop(own, None)
+    return state
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
+    with isolate_rng():
+        cut, restored = Cut(tmp_path / "cut.ckpt"), Restored(tmp_path / "restored.ckpt")
+        straight, _ = fit(tmp_path / "straight", cut, make=shuffled_as_then)
+        module, trainer = fit(tmp_path / "resumed", restored, ckpt_path=file)
+    assert_equal(as_read(tmp_path / "restored.ckpt"), as_read(file))
+    stopping, written = (
+        read_checkpoint(one)["callbacks"]["EarlyStopping{'monitor': 'loss_epoch', 'mode': 'min'}"]
+        for one in (tmp_path / "restored.ckpt", file)
+    )
+    assert written["best_score"] > 0
+    assert written.items() <= stopping.items()
+    assert_equal(restored.rng, torch.load(file, weights_only=True)["rng"][0])
+    assert module.seen == straight.seen[cut.seen :]
+    assert trainer.global_step == STEPS
+    assert trainer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_fields_are_read_by_name(file):
+    written, state = torch.load(file, weights_only=True), read_checkpoint(file)
+    known = state["amp"]["scaler"]["known"]
+    assert list(known.values()) == list(written["amp"]["scaler"]["known"])
+    assert (known["applied"], known["skipped_steps"]) == (False, 1)
+    cells = state["loops"]["fit"]["metrics"][0]["table"]["cells"]
+    assert [cell["published"]["key"] for cell in cells] == ["loss_step", "loss_epoch", "most"]
+    assert {cell["published"]["loader"] for cell in cells} == {-1}
+    assert state["format"] == 1
+
+
+def test_verdicts_are_written_by_name(tmp_path):
+    with isolate_rng():
+        _, trainer = fit(tmp_path)
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    state = torch.load(tmp_path / "new.ckpt", weights_only=True)
+    assert state["format"] == 1
+    assert state["amp"]["scaler"]["known"]["skipped_steps"] == 1
+    flushes = [flush for rank in state["loops"]["fit"]["metrics"] for flush in rank["pending"]]
+    assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["rows"])
+
+
+@pytest.mark.parametrize("number", [2, -1, "1", True])
+def test_a_file_of_a_later_version_is_refused(number, tmp_path):
+    state = torch.load(FILES[0], weights_only=True)
+    del state["checksum"]
+    torch.save({**state, "format": number, "fabricamp_version": "9.0"}, tmp_path / "later.ckpt")
+    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 1: install"):
+        read_checkpoint(tmp_path / "later.ckpt")
+
+
+@pytest.mark.parametrize("known", [None, [True], list(range(9)), "no", {}])
+def test_a_file_that_is_not_as_its_format_is_refused(known, tmp_path):
+    state = torch.load(FILES[0], weights_only=True)
+    del state["checksum"]
+    state["amp"]["scaler"]["known"] = known
+    torch.save(state, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match="not laid out as format 0"):
+        read_checkpoint(tmp_path / "other.ckpt")
+
+
+def test_each_layout_has_a_small_file():
+    assert len(FILES) >= 2
+    assert all(file.stat().st_size < 30_000 for file in FILES)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        fit(Path(folder), Cut(sys.argv[1]))

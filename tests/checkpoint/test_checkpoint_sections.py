@@ -1,0 +1,105 @@
+"""The state of a run as sections: each saved and given back by itself, whole or per rank, in one dict."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fabricamp import Callback, CheckpointError, launch
+from fabricamp.checkpoint.record import Part, Record, Section
+from fabricamp.strategies import DDP, Strategy
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Counter:
+    """Counts; refuses what is no number."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"] + 0
+
+
+class Own(Section):
+    """What each rank has of its own."""
+
+    name = "own"
+    per_rank = True
+
+    def __init__(self, value):
+        self.value = value
+
+    def save(self):
+        return {"loops.fit.own": self.value, "own": -self.value}
+
+    def restore(self, checkpoint, path):
+        self.value = checkpoint["loops"]["fit"]["own"][-1]
+
+
+def two_sections(strategy, value):
+    whole, own = Counter(value), Own(value)
+    return Record(strategy, [Part("counter", "loops.fit.counter", whole), own]), whole, own
+
+
+def test_whole_sections_are_rank_0s_and_per_rank_ones_a_list():
+    def run():
+        strategy = DDP()
+        strategy.setup_environment(launch.detect(), torch.device("cpu"))
+        return two_sections(strategy, 1 + int(os.environ["RANK"]))[0].save()
+
+    content, other = run_ranks(run, 2, backend=None)
+    assert content.pop("format") == 1
+    assert content["loops"] == {"fit": {"counter": {"count": 1}, "own": [1, 2]}}
+    assert content["own"] == other["own"] == [-1, -2]
+    assert content.keys() == {"fabricamp_version", "torch_version", "loops", "own"}
+
+
+def test_sections_are_saved_and_given_back_by_name():
+    record, whole, own = two_sections(Strategy(), 3)
+    content = record.save()
+    assert record.save("own")["loops"] == {"fit": {"own": [3]}}
+    whole.count = own.value = 0
+    record.restore(content, "a.ckpt", "own")
+    assert (whole.count, own.value) == (0, 3)
+    record.restore(content, "a.ckpt")
+    assert (whole.count, own.value) == (3, 3)
+    record.restore({**content, "loops": {"fit": {"own": [4]}}}, "a.ckpt")  # another library's file
+    assert (whole.count, own.value) == (3, 4)
+
+
+def test_what_cannot_be_given_back_names_file_and_section():
+    record, *_ = two_sections(Strategy(), 3)
+    content = record.save()
+    content["loops"]["fit"]["counter"] = {"count": "three"}
+    with pytest.raises(CheckpointError, match=r"a\.ckpt does not fit: its counter cannot be restored here \(TypeError"):
+        record.restore(content, "a.ckpt")
+
+
+def test_each_section_of_a_run_is_named_where_it_is_damaged(tmp_path):
+    class Counts(Callback):
+        def state_dict(self):
+            return {"seen": 1}
+
+        def load_state_dict(self, state_dict):
+            self.seen = state_dict["seen"]
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=Counts())
+    trainer.fit(Classifier(), loader(8))
+    record = trainer.record
+    damage = {
+        "optimizers": ("optimizer_states", [{}]),
+        "learning-rate schedules": ("lr_schedulers", 1),
+        "callbacks": ("callbacks", {trainer.callbacks[0].state_key: {}}),
+        "loggers": ("loggers", 1),
+        "counters": ("loops", 1),
+    }
+    for name, (key, value) in damage.items():
+        with pytest.raises(CheckpointError, match=f"a.ckpt does not fit: its {name} cannot be restored"):
+            record.restore({**record.save(), key: value}, "a.ckpt", name)

@@ -1,0 +1,121 @@
+"""A CUDA graph of launches on CPU tensors: what is launched during a capture is not done, and done again by each replay."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fabricamp.ops import bridge, uploads
+
+__all__ = ["Graph", "graphs"]
+
+
+class Graph(TorchDispatchMode):
+    """Captures what runs within it, torch's operations and kernels; ``replay`` does it.
+
+    New tensors have their memory during a capture, and nothing in it: here any numbers that would be noticed.
+    """
+
+    now = None
+
+    def __init__(self):
+        super().__init__()
+        self.nodes = []
+        self.kept = []
+
+    def __enter__(self):
+        Graph.now = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Graph.now = None
+        super().__exit__(*error)
+
+    def replay(self):
+        for node in self.nodes:
+            node()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a capture cannot read what has not run")
+        arguments = function._schema.arguments
+        written = [one for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        if written:
+            self.nodes.append(lambda: function(*args, **kwargs))
+            named = dict(zip([one.name for one in arguments], args, strict=False)) | kwargs
+            results = [named[one.name] for one in written]
+            return results[0] if len(results) == 1 else tuple(results)
+        results = function(*args, **kwargs)
+        if function.is_view:
+            return results
+        outputs = _tensors(results)
+
+        def run():
+            for own, new in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+                own.copy_(new)
+
+        self.nodes.append(run)
+        for one in outputs:
+            one.fill_(7)
+        return results
+
+
+def _tensors(results):
+    return [one for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def _beside(device):
+    graph, Graph.now = Graph.now, None
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        Graph.now = graph
+
+
+def _recorded(compile_it):
+    def compile_for_capture(*given):
+        launch = compile_it(*given)
+
+        def run(*arguments):
+            if Graph.now is None:
+                launch(*arguments)
+            else:
+                Graph.now.nodes.append(lambda: launch(*arguments))
+
+        return run
+
+    return compile_for_capture
+
+
+class CudaGraph:
+    """A real one, with the face of :class:`Graph`."""
+
+    def __init__(self):
+        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __enter__(self):
+        self._context = torch.cuda.graph(self._graph, stream=self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error):
+        self._context.__exit__(*error)
+
+    def replay(self):
+        self._graph.replay()
+
+
+@pytest.fixture
+def graphs(kernel_device, monkeypatch):
+    """Returns what makes a graph on ``kernel_device``: ``with graph: step()``, then ``graph.replay()``."""
+    if kernel_device.type == "cuda":
+        return CudaGraph
+    monkeypatch.setitem(uploads.CAPTURES, "cpu", uploads.Captures(lambda: Graph.now is not None, _beside))
+    monkeypatch.setitem(bridge.COMPILERS, "cpu", _recorded(bridge.COMPILERS["cpu"]))
+    return Graph

@@ -1,0 +1,150 @@
+"""A complete run leaves no thread of torch.distributed: one that asks for Python's lock while the interpreter ends aborts it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from torch.nn import BatchNorm1d, Linear, Sequential
+
+from fabricamp.strategies import DDP, DelayedDDP
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+ROOT = Path(__file__).parents[2]
+
+# What is exchanged last may be let go of by Gloo's thread only when the main one is at its end: that thread runs where nobody else
+# wants the only core, and nobody is asked for the lock.
+LATE_THREADS = """
+import os, sys
+from fabricamp import Callback
+
+class LateThreads(Callback):
+    def on_fit_start(self, trainer, module):
+        core = {min(os.sched_getaffinity(0))}
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), core)
+            if open(f"/proc/self/task/{thread}/comm").read().startswith("pt_gloo"):
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        sys.setswitchinterval(1000)
+"""
+
+RUN = """
+from tests.small import Classifier, loader, quiet_trainer
+
+trainer = quiet_trainer(strategy="STRATEGY", max_steps=2, callbacks=[LateThreads()])
+module = Classifier()
+trainer.fit(module, loader(8))
+"""
+
+MANY = """
+import gc, os, socket, sys
+import torch, torch._dynamo, torch.distributed.fsdp  # seconds that each run would spend
+from tests.distributed.ranks import variables_of
+from tests.small import Classifier, loader, quiet_trainer
+
+def status(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def begin():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ |= variables_of(rank, 2, port)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            return None
+    return pids
+
+def all_well(runs):
+    for number in range(runs):
+        pids = begin()
+        if pids is None:
+            return False
+        codes = [status(pid) for pid in pids]
+        if codes != [0, 0]:
+            sys.exit(f"run {number} of {runs} ended with {codes}")
+    return True
+
+torch.set_num_threads(1)
+gc.freeze()  # what is not looked at is not copied
+if not all_well(int(sys.argv[1])):
+    # A forked rank; its interpreter ends as any other does.
+    trainer = quiet_trainer(strategy=sys.argv[2], devices=2, max_steps=2)
+    trainer.fit(Classifier(), loader(16))
+"""
+
+
+def run_script(text, *arguments, timeout=120):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+
+
+class Normalised(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net = Sequential(Linear(8, 16), BatchNorm1d(16), Linear(16, 3))
+
+
+class ByHand(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+RUNS = {
+    "ddp": lambda: ({"strategy": "ddp"}, Classifier),
+    "manual": lambda: ({"strategy": "ddp"}, ByHand),
+    "accumulation": lambda: ({"strategy": DDP(gradient_as_bucket_view=True), "accumulate_grad_batches": 2}, Classifier),
+    "statistics": lambda: ({"strategy": "ddp", "sync_batchnorm": True}, Normalised),
+    "delayed_ddp": lambda: ({"strategy": "delayed_ddp"}, Classifier),
+    "overlapped": lambda: ({"strategy": DelayedDDP(message_size=8, num_allreduce_streams=2)}, Classifier),
+}
+
+
+def threads():
+    return sorted(file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm"))
+
+
+def threads_left_by(name):
+    options, module = RUNS[name]()
+    gc.disable()
+    trainer = quiet_trainer(devices=2, max_steps=3, **options)
+    before = threads()
+    trainer.fit(module(), loader(32), loader(8))
+    after = threads()
+    trainer.validate(dataloaders=loader(8))
+    return before, after, threads()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_thread_of_a_process_group_outlives_its_run(name):
+    for before, fitted, validated in run_ranks(threads_left_by, 2, name, backend=None):
+        assert fitted == before
+        assert validated == before
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_a_thread_that_lets_go_late_does_not_abort_the_process(strategy):
+    done = run_script(LATE_THREADS + RUN.replace("STRATEGY", strategy))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_many_complete_runs_end_well(strategy):
+    done = run_script(MANY, os.environ.get("FABRICAMP_TEST_RUNS", "50"), strategy, timeout=280)
+    assert done.returncode == 0, done.stderr

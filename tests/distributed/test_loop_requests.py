@@ -1,0 +1,205 @@
+"""``should_stop`` on some ranks or on all: training ends behind the same step everywhere, whoever is late."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricamp import Callback
+from fabricamp.errors import DistributedError
+from fabricamp.state import RunState
+from fabricamp.strategies.base import Environment, Strategy
+from fabricamp.watchdog import LoopRequests
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+AT = 4
+
+
+class Asks(Callback):
+    """Asks in one hook when ``AT`` steps are done, after what it waits for; notes the hooks of the end."""
+
+    def __init__(self, hook, *, asks):
+        self.asks, self.wait = asks, None
+        self.ends = []
+        setattr(self, hook, self.ask)
+
+    def ask(self, trainer, module, *_):
+        if trainer.global_step == AT and not trainer.sanity_checking:
+            if self.wait is not None:
+                self.wait(trainer)
+            if self.asks:
+                trainer.should_stop = True
+
+    def on_train_end(self, trainer, module):
+        self.ends.append("train")
+
+    def on_fit_end(self, trainer, module):
+        self.ends.append("fit")
+
+
+class TellsOfNextStep(Callback):
+    """Says that its rank is past the step at which the others ask."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == AT:
+            trainer.strategy.store.set(self.key, "1")
+
+
+class WaitsForWord(Callback):
+    """Goes on only when it is known here that another rank asks."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        while trainer.global_step == self.at and not trainer.should_stop:
+            time.sleep(0.001)
+
+
+HOOKS = ("on_train_batch_end", "on_before_zero_grad", "on_validation_end", "on_train_epoch_end")
+
+
+def run(name, number):
+    """One fit; returns (where it ended, where it should have, weights, hooks of its end)."""
+    shared, rank = random.Random(number), dist.get_rank()
+    late, everybody, pause, hook = (
+        shared.randrange(2),
+        shared.randrange(2),
+        shared.choice([0, 0.03, 0.15]),
+        shared.choice(HOOKS),
+    )
+    options = {
+        "log_every_n_steps": shared.choice([1, AT, 50]),
+        "val_check_interval": shared.choice([AT, 2, 1.0]),
+        "accumulate_grad_batches": shared.choice([1, 1, 2]),
+    }
+    expected, callback, more = AT, Asks("on_train_batch_end", asks=True), []
+    if name == "all, one late":
+        callback.wait = (lambda _: time.sleep(pause)) if rank == late else None
+    elif name == "all, in other hooks":
+        options |= {"val_check_interval": 1.0, "accumulate_grad_batches": 1}
+        callback = Asks(hook if rank == late else "on_train_batch_end", asks=True)
+    elif name.startswith("one, another"):
+        # A rank that waits in a hook of that step must not be waited for by an exchange of it.
+        options |= {"log_every_n_steps": 50, "val_check_interval": 1.0}
+    if name == "one, another past it":
+        expected, key = (AT + 1, f"past{number}")
+        callback.asks = rank == late
+        more = [] if callback.asks else [TellsOfNextStep(key)]
+        callback.wait = (lambda trainer: trainer.strategy.store.wait([key])) if callback.asks else None
+    elif name == "one, another before it":
+        callback.asks = rank == late
+        more = [] if callback.asks else [WaitsForWord(AT)]
+    elif name == "min_steps":
+        expected = options["min_steps"] = AT + 3
+        callback.asks = rank == late or bool(everybody)
+        more = [WaitsForWord(AT + 1)]
+    trainer = quiet_trainer(
+        strategy="ddp", devices="auto", max_epochs=5, num_sanity_val_steps=0, callbacks=[*more, callback], **options
+    )
+    module = Classifier()
+    # Where a hook of the epoch's end asks, the epoch has as many batches as lead to that step.
+    length = AT if name == "all, in other hooks" else 8 * options["accumulate_grad_batches"]
+    trainer.fit(module, loader(8 * length, 4), loader(8))
+    weights = torch.cat([one.detach().flatten() for one in module.parameters()])
+    return trainer.global_step, expected, weights, callback.ends, trainer.state.stop_reason
+
+
+NAMES = (
+    "all, one late",
+    "all, in other hooks",
+    "one, another past it",
+    "one, another before it",
+    "min_steps",
+)
+
+
+def runs(number):
+    return [(name, *run(name, index)) for index, name in zip(range(number), itertools.cycle(NAMES), strict=False)]
+
+
+def check(number):
+    first, second = run_ranks(runs, 2, number, timeout=40 + 5 * number)
+    for one, other in zip(first, second, strict=True):
+        name, step, expected, weights, ends, reason = one
+        assert (step, other[1]) == (expected, expected), name
+        assert torch.equal(weights, other[3]), name
+        assert ends == other[4] == ["train", "fit"], name
+        assert reason == other[5] == "should_stop was set", name
+
+
+def test_all_ranks_stop_behind_the_step_at_which_they_ask():
+    check(2 * len(NAMES))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_times():
+    check(200)
+
+
+def requests(rank=0, world_size=2):
+    strategy = Strategy()
+    strategy.environment = Environment(rank=rank, world_size=world_size)
+    return LoopRequests(RunState(), strategy)
+
+
+def test_who_does_not_come_is_named():
+    store = dist.HashStore()
+    first, second = requests(0), requests(1)
+    first._timeout = 0.2
+    first._state.ask("max_time")
+    first.spread()
+    for one in (first, second, first):
+        one.look(store)
+    assert second._state.should_stop
+    with pytest.raises(
+        DistributedError, match=r"rank 0 asked to stop \(max_time\).*rank 1 did not come to it: not within 0.2 s"
+    ):
+        first.all_ask(3.0)
+    first.lose("connection reset\nby peer")
+    with pytest.raises(DistributedError, match=r"the store of the process group is gone \(connection reset\)"):
+        first.all_ask(3.0)
+
+
+def test_a_rank_that_has_ended_is_past_everything_but_its_own_end():
+    store = dist.HashStore()
+    first, second = requests(0), requests(1)
+    first._state.ask("because")
+    first.spread()
+    first.look(store)
+    second.leave(store)
+    first.look(store)
+    assert not first.all_ask(3.0)
+    assert not first._state.agreed
+    # One that has stopped there, and left before this one looked, has asked there.
+    second._state.agreed, second._asks_at = True, 4.0
+    second.leave(store)
+    first.look(store)
+    assert first.all_ask(4.0)
+    assert (first._state.agreed, first._state.stop_reason) == (True, "because")
+
+
+def test_nobody_pays_for_what_nobody_asks():
+    """An idle look is one question to the store."""
+
+    class Counting(dist.HashStore):
+        asked = 0
+
+        def check(self, keys):
+            self.asked += 1
+            return super().check(keys)
+
+    store, one = Counting(), requests()
+    one.look(store)
+    assert store.asked == 1
+    assert not one.urgent

@@ -1,0 +1,80 @@
+"""docs/architecture.md: its recipes run as they stand, and every file that it names is there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabricamp.precision import PRECISIONS
+from fabricamp.strategies import STRATEGIES
+from tests.small import Classifier, loader, quiet_trainer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def recipe(heading):
+    """What the code under ``heading`` defines."""
+    (code, *_) = re.findall(r"```python\n(.*?)```", PAGE[PAGE.index(f"### {heading}") :], flags=re.DOTALL)
+    names = {}
+    exec(code, names)
+    return names
+
+
+def fit(module, **options):
+    trainer = quiet_trainer(max_epochs=2, log_every_n_steps=2, **options)
+    trainer.fit(module, loader(16))
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    """Names that a recipe adds are gone after its test."""
+    for one in (STRATEGIES, PRECISIONS):
+        monkeypatch.setattr(one, "_builders", dict(one._builders))
+
+
+def test_a_strategy():
+    recipe("A strategy")
+    module = Classifier()
+    assert fit(module, strategy="local_sgd").strategy.every == 8
+    plain = Classifier()
+    fit(plain)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)  # alone there is nobody to average with
+
+
+def test_a_precision():
+    seen = []
+    recipe("A precision")
+
+    class Looks(Classifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    fit(Looks(), precision="bf16-inputs")
+    assert all(one.dtype == torch.float32 and torch.equal(one, one.bfloat16().float()) for one in seen)
+
+
+def test_a_logger(tmp_path):
+    logger = recipe("A logger")["JsonLines"](tmp_path / "log")
+    fit(Classifier(), logger=logger)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8]
+
+
+def test_every_file_that_is_named_is_there():
+    named = {one for one in re.findall(r"`([\w/]+/[\w/.]*)`", PAGE) if "yours" not in one}
+    missing = [one for one in named if not any((root / one).exists() for root in (ROOT, ROOT / "fabricamp"))]
+    assert not missing
+    assert len(named) > 30
+
+
+def test_the_picture_has_every_part_and_the_glossary_is_short():
+    picture = PAGE.split("```")[1]
+    parts = [one.name for one in (ROOT / "fabricamp").iterdir() if one.is_dir() and (one / "__init__.py").exists()]
+    assert [one for one in parts if f"{one}/" not in picture] == []
+    assert len(re.findall(r"^\| (?!word|-)", PAGE[PAGE.index("## Words of our own") :], flags=re.MULTILINE)) <= 25

@@ -1,0 +1,128 @@
+"""Sums of gradients in flat memory: what is added, which parameters take part, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fabricamp.gradients.flat import IN_PLACE
+from fabricamp.gradients.memory import GradientMemory
+
+SHAPES = [(3, 4), (), (5,), (2, 3, 4, 5), (0,), (70,)]
+DTYPES = [torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def parameters():
+    made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+    made[3].data = made[3].data.to(memory_format=torch.channels_last)
+    return made
+
+
+def backward(owners, seed, skip=()):
+    generator = torch.Generator().manual_seed(seed)
+    for index, one in enumerate(owners):
+        if index not in skip:
+            one.grad = torch.randn(one.shape, generator=generator).to(one.dtype)
+
+
+def test_micro_batches_are_summed_in_fp32_at_least():
+    owners = parameters()
+    memory = GradientMemory(owners, sums=True)
+    for window in range(2):
+        expected = [torch.zeros(one.shape, dtype=torch.promote_types(one.dtype, torch.float32)) for one in owners]
+        for micro in range(3):
+            backward(owners, 10 * window + micro)
+            for total, one in zip(expected, owners, strict=True):
+                total.add_(one.grad.to(total.dtype))
+            memory.add()
+            assert all(one.grad is None for one in owners)
+        found = memory.local()
+        assert found.tensors is memory.flat.tensors
+        for total, one, owner in zip(expected, found.tensors, owners, strict=True):
+            assert torch.equal(total, one)
+            assert one.stride() == owner.stride()
+        assert memory.flat.flags.tolist() == [1.0] * len(owners)
+        memory.clear()
+        assert all(not tensor.any() for tensor in memory.tensors)
+
+
+def test_a_parameter_takes_part_that_any_micro_batch_reached():
+    owners = parameters()
+    memory = GradientMemory(owners, sums=True)
+    for skip in ((0, 3), (0, 1, 2)):
+        backward(owners, 1, skip)
+        memory.add()
+    assert [one is not None for one in memory.local().tensors] == [False, True, True, True, True, True]
+    assert memory.flat.flags.tolist() == [0, 1, 1, 1, 1, 1]
+    other = GradientMemory(parameters(), sums=True)
+    other.take([tensor.clone() for tensor in memory.tensors])
+    for mine, theirs in zip(memory.local().tensors, other.local().tensors, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
+def test_a_window_that_an_older_version_saved_goes_on():
+    """One tensor a dtype without gaps, and behind it one flag for each of its own parameters."""
+    owners = parameters()
+    memory = GradientMemory(owners, sums=True)
+    backward(owners, 1, skip=(0, 3))
+    memory.add()
+    old = []
+    for dtype in (torch.float32, torch.float64):
+        own = [place for place, view in enumerate(memory.flat.views) if view.dtype == dtype]
+        sums = [memory.flat.views[place].reshape(-1) for place in own]
+        old.append(torch.cat([*sums, torch.tensor([float(place not in (0, 3)) for place in own], dtype=dtype)]))
+    other = GradientMemory(parameters(), sums=True)
+    assert other.fits(old)
+    other.take(old)
+    for mine, theirs in zip(memory.tensors, other.tensors, strict=True):
+        assert torch.equal(mine, theirs)
+    assert [one is None for one in other.local().tensors] == [True, False, False, True, False, False]
+    assert not other.fits(old[:1])
+    assert not other.fits([old[0][:-1], old[1]])
+
+
+def test_parameters_that_come_later_leave_the_sums_as_they_are():
+    owners = parameters()
+    memory = GradientMemory(owners[2:], sums=True)
+    backward(owners[2:], 1, skip=(1,))
+    memory.add()
+    before = [None if one is None else one.clone() for one in memory.local().tensors]
+    memory.hold(owners)
+    for one, kept in zip(memory.local().tensors, [None, None, *before], strict=True):
+        assert (one is None) == (kept is None)
+        assert one is None or torch.equal(one, kept)
+    assert memory.flat.flags.tolist() == [0, 0, 1, 0, 1, 1]
+
+
+def test_without_sums_gradients_stay_where_autograd_left_them():
+    memory = GradientMemory(parameters())
+    assert memory.local() is IN_PLACE
+    assert memory.tensors == []
+
+
+class Fills(TorchDispatchMode):
+    """Counts the operations that write one number into a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "fill_" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_window_begins_with_one_fill_for_all_flags(count):
+    owners = [nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(count)]
+    memory = GradientMemory(owners, sums=True)
+    fills = []
+    for micro in range(3):
+        backward(owners, micro)
+        with Fills() as seen:
+            memory.add()
+        fills.append(seen.count)
+    assert fills == [1, 0, 0]

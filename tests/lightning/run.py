@@ -1,0 +1,68 @@
+"""The programs of this folder, each with the package's name in the place of Lightning's.
+
+As a script: ``python tests/lightning/run.py PROGRAM [PACKAGE]`` prints what the program prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).parent
+NAMES = sorted(path.stem for path in (HERE / "programs").glob("*.py"))
+STARTS_PROCESSES = {"ddp_strategy"}
+
+_LIGHTNING = re.compile(
+    r"\b(lightning\.pytorch|pytorch_lightning)\b|(?<=import )lightning\b(?= as )|(?<=from )lightning\b(?= import )"
+)
+_DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
+
+
+def source(name: str, package: str) -> str:
+    """The program's text with ``package`` in the place of Lightning's name, and nothing else changed."""
+    return _LIGHTNING.sub(package, (HERE / "programs" / f"{name}.py").read_text())
+
+
+def printed(name: str, package: str) -> str:
+    """Runs the program in the present folder, and returns what it printed itself: bars and tables are left out."""
+    script = Path(f"{name}.py")
+    script.write_text(source(name, package))
+    if name in STARTS_PROCESSES:
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+    lines = io.StringIO()
+
+    def show(*values: object) -> None:
+        print(*values, file=lines)
+
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "argv", [str(script)]),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        runpy.run_path(str(script), {"print": show}, "__main__")
+    return lines.getvalue()
+
+
+def recorded(name: str) -> str:
+    """What Lightning printed; the first line of the file says which version, and the command that records it."""
+    return (HERE / "printed" / f"{name}.txt").read_text().partition("\n")[2]
+
+
+def nearly(text: str, other: str, relative: float) -> bool:
+    """Whether two texts are equal but for their decimal numbers, which may differ by ``relative``."""
+    if _DECIMAL.sub("#", text) != _DECIMAL.sub("#", other):
+        return False
+    pairs = zip(map(float, _DECIMAL.findall(text)), map(float, _DECIMAL.findall(other)), strict=True)
+    return all(abs(one - two) <= relative * max(abs(one), abs(two)) for one, two in pairs)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(printed(sys.argv[1], *sys.argv[2:] or ["fabricamp"]))

@@ -1,0 +1,102 @@
+"""Programs written for Lightning run with the package's name changed and nothing else, and print Lightning's numbers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
+
+MISSING = {
+    "boring_model": "a step outside of a fit",
+    "byol": "callback_metrics at Lightning's moments",
+    "combined_loader": "CombinedLoader's batch_idx and dataloader_idx",
+    "ddp_strategy": "strategies.DDPStrategy",
+    "diffusion_ema": "callback_metrics at Lightning's moments",
+    "dqn": "callback_metrics at Lightning's moments",
+    "export": "the epoch in a checkpoint",
+    "export_torchscript": "LightningModule.to_torchscript",
+    "fine_tuning": "callback_metrics at Lightning's moments",
+    "finetuning_callback": "callbacks.BaseFinetuning",
+    "gan": "trainer.fit_loop.total_batch_idx",
+    "hydra_template": "save_hyperparameters of modules and partials",
+    "k_fold": "trainer.optimizers after validate",
+    "lora": "callback_metrics at Lightning's moments",
+    "metric_collection": "callback_metrics at Lightning's moments",
+    "prediction_writer_callback": "callbacks.BasePredictionWriter",
+    "profiler": "profilers.SimpleProfiler",
+    "simclr": "callback_metrics at Lightning's moments",
+    "transformer": "callback_metrics at Lightning's moments",
+    "tuner": "tuner.Tuner",
+    "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
+}
+"""Programs that wait for a feature, by what is missing."""
+
+LAST_DIGITS = 3e-7
+"""An epoch's mean is summed in fp64 here and in fp32 there: what is printed of it may differ by two roundings of fp32."""
+
+OTHER_MACHINE = 1e-2
+"""Where torch itself sums in another order, losses differ after some steps."""
+
+
+@functools.cache
+def torch_computes_the_same():
+    """Whether torch itself gives the recorded bits here; another processor or release of torch may sum in another order."""
+    return printed("by_hand", "fabricamp") == recorded("by_hand")
+
+
+def differences(expected, given):
+    """Lines that differ: weights by a bit, others by more than the last digits of their numbers."""
+    tolerance = LAST_DIGITS if torch_computes_the_same() else OTHER_MACHINE
+    for one, two in itertools.zip_longest(expected.splitlines(), given.splitlines(), fillvalue="(no line)"):
+        exact = one.startswith("weights") and torch_computes_the_same()
+        if one != two if exact else not nearly(one, two, tolerance):
+            yield f"\nLightning  {one}\nfabricamp  {two}"
+
+
+def programs():
+    for name in NAMES:
+        reason = f"waits for {MISSING[name]}" if name in MISSING else None
+        yield pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ())
+
+
+@pytest.mark.parametrize("name", programs())
+def test_prints_what_lightning_printed(name):
+    different = list(differences(recorded(name), printed(name, "fabricamp")))
+    assert not different, "".join(different)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"by_hand"}))
+def test_the_name_is_all_that_is_changed(name):
+    program, changed = (HERE / "programs" / f"{name}.py").read_text(), source(name, "fabricamp")
+    assert "fabricamp" in changed
+    assert "fabricamp" not in program
+    assert "pytorch_lightning" not in changed
+    assert "lightning.pytorch" not in changed
+    assert source(name, "lightning.pytorch").count("lightning.pytorch") == changed.count("fabricamp")
+
+
+def test_other_digits_are_seen():
+    assert nearly("loss 0.12345678 in 3 steps", "loss 0.12345679 in 3 steps", LAST_DIGITS)
+    assert not nearly("loss 0.12345678 in 3 steps", "loss 0.12345698 in 3 steps", LAST_DIGITS)
+    assert not nearly("loss 0.12345678 in 3 steps", "loss 0.12345678 in 4 steps", LAST_DIGITS)
+    assert list(differences("weights 0.12345678", "weights 0.12345679")) or not torch_computes_the_same()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_lightning_prints_it_again(tmp_path):
+    """``LIGHTNING_PYTHON=/tmp/lightning/bin/python``: an interpreter with Lightning, set up as record.py says."""
+    interpreter = os.environ.get("LIGHTNING_PYTHON")
+    if not interpreter:
+        pytest.skip(
+            "LIGHTNING_PYTHON names no interpreter that has Lightning; tests/lightning/record.py says how to make one"
+        )
+    subprocess.run([interpreter, str(HERE / "record.py"), "--into", str(tmp_path)], check=True)
+    for file in sorted(Path(tmp_path).iterdir()):
+        assert file.read_text() == (HERE / "printed" / file.name).read_text(), file.name

@@ -1,0 +1,154 @@
+"""Lightning's names and paths: what they hold, what completes them, and what an import of those that are not here says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import fabricamp
+from fabricamp import ConfigError
+from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar, model_summary
+from fabricamp.data import CombinedLoader
+from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
+from fabricamp.loggers import CSVLogger, Logger, TensorBoardLogger
+from fabricamp.state import RunState
+from fabricamp.strategies import Strategy
+from tests.small import Classifier, loader, quiet_trainer
+
+HOLDS = {
+    "LightningModule": fabricamp.TrainingModule,
+    "LightningDataModule": fabricamp.DataModule,
+    "callbacks.callback.Callback": fabricamp.Callback,
+    "callbacks.early_stopping.EarlyStopping": fabricamp.callbacks.EarlyStopping,
+    "callbacks.lr_monitor.LearningRateMonitor": LearningRateMonitor,
+    "callbacks.model_checkpoint.ModelCheckpoint": ModelCheckpoint,
+    "callbacks.model_summary.ModelSummary": ModelSummary,
+    "callbacks.progress.ProgressBar": ProgressBar,
+    "callbacks.progress.progress_bar.ProgressBar": ProgressBar,
+    "callbacks.rich_model_summary.RichModelSummary": ModelSummary,
+    "core.LightningModule": fabricamp.TrainingModule,
+    "core.datamodule.LightningDataModule": fabricamp.DataModule,
+    "core.mixins.HyperparametersMixin": HyperparametersMixin,
+    "core.mixins.hparams_mixin.HyperparametersMixin": HyperparametersMixin,
+    "core.module.LightningModule": fabricamp.TrainingModule,
+    "core.optimizer.LightningOptimizer": ManagedOptimizer,
+    "loggers.csv_logs.CSVLogger": CSVLogger,
+    "loggers.logger.Logger": Logger,
+    "loggers.tensorboard.TensorBoardLogger": TensorBoardLogger,
+    "strategies.strategy.Strategy": Strategy,
+    "trainer.Trainer": fabricamp.Trainer,
+    "trainer.trainer.Trainer": fabricamp.Trainer,
+    "trainer.states.TrainerState": RunState,
+    "utilities.AttributeDict": Hyperparameters,
+    "utilities.combined_loader.CombinedLoader": CombinedLoader,
+    "utilities.exceptions.MisconfigurationException": ConfigError,
+    "utilities.model_summary.summarize": model_summary.summarize,
+    "utilities.types.LRSchedulerConfig": SchedulerConfig,
+}
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_a_path_of_lightnings_holds_ours(name):
+    *path, last = name.split(".")
+    assert getattr(importlib.import_module(".".join(["fabricamp", *path])), last) is HOLDS[name]
+
+
+@pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
+def test_bars_by_lightnings_names_take_its_arguments(bar, capsys):
+    kind = getattr(fabricamp.callbacks, bar)
+    assert issubclass(kind, ProgressBar)
+    quiet_trainer(max_epochs=1, callbacks=[kind(refresh_rate=10, leave=True)]).fit(Classifier(), loader())
+    assert "epoch 1/1" in capsys.readouterr().out
+    quiet_trainer(max_epochs=1, callbacks=[kind(refresh_rate=0)]).fit(Classifier(), loader())
+    assert capsys.readouterr().out == ""
+
+
+def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(capsys):
+    class Mine(fabricamp.callbacks.TQDMProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            return {**super().get_metrics(trainer, pl_module), "mine": 3, "note": "fine"}
+
+    quiet_trainer(max_epochs=1, callbacks=[Mine()]).fit(Classifier(), loader())
+    assert "mine 3  note fine" in capsys.readouterr().out
+
+
+def test_parts_are_attributes_of_a_fresh_package():
+    code = (
+        "import fabricamp as pl, sys; assert 'torch' not in sys.modules; "
+        "pl.callbacks.ModelCheckpoint, pl.loggers.CSVLogger, pl.utilities.rank_zero_only, pl.strategies.DDP, pl.LightningModule; "
+        "assert {'callbacks', 'loggers', 'utilities', 'Trainer', 'LightningModule'} <= set(dir(pl))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("statement", "cure"),
+    [
+        ("import fabricamp.tuner", "give the learning rate"),
+        ("from fabricamp.tuner import Tuner", "give the learning rate"),
+        ("from fabricamp.tuner.tuning import Tuner", "give the learning rate"),
+        ("from fabricamp import profilers", "torch.profiler"),
+        ("from fabricamp.loggers import WandbLogger", "write a Logger"),
+        ("from fabricamp.loggers.wandb import WandbLogger", "write a Logger"),
+        ("from fabricamp.callbacks import Timer", "max_time"),
+        ("from fabricamp.callbacks.timer import Timer", "max_time"),
+        ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
+        ("from fabricamp.strategies import FSDPStrategy", "not offered"),
+    ],
+)
+def test_an_import_of_what_is_not_offered_says_what_to_do(statement, cure):
+    with pytest.raises(ImportError, match=f"(?s)Lightning's .*{cure}"):
+        exec(statement)
+
+
+def test_asking_for_what_is_not_offered_raises_nothing():
+    assert importlib.util.find_spec("fabricamp.tuner") is None
+    assert not hasattr(fabricamp.callbacks, "Timer")
+    with pytest.raises(AttributeError, match="max_time"):
+        _ = fabricamp.callbacks.Timer
+    with pytest.raises(AttributeError, match="did you mean 'ModelCheckpoint'"):
+        _ = fabricamp.callbacks.ModelChekpoint
+
+
+def test_entry_points_take_the_model_by_name():
+    trainer, model = quiet_trainer(max_steps=2), Classifier()
+    trainer.fit(model=model, train_dataloaders=loader(), weights_only=True)
+    assert trainer.global_step == 2
+    assert trainer.validate(model=model, dataloaders=loader(), verbose=False)
+    assert trainer.test(model=model, dataloaders=loader(), verbose=False)
+    assert len(trainer.predict(model=model, dataloaders=loader(), return_predictions=None)) == 8
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "cure"),
+    [
+        ("fit", "module", "give model="),
+        ("fit", "train_dataloader", "give train_dataloaders="),
+        ("fit", "train_loader", "give train_dataloaders="),
+        ("fit", "val_dataloader", "give val_dataloaders="),
+        ("fit", "datamodul", "did you mean 'datamodule'"),
+        ("test", "test_dataloaders", "give dataloaders="),
+        ("validate", "val_dataloaders", "give dataloaders="),
+        ("predict", "dataloader", "give dataloaders="),
+        ("fit", "weights_only", "leave it out"),
+    ],
+)
+def test_another_argument_is_refused_with_its_cure(entry, name, cure):
+    with pytest.raises(ConfigError, match=f"{entry}.*{name}.*{cure}"):
+        getattr(quiet_trainer(), entry)(Classifier(), **{name: False})
+
+
+def test_hooks_take_the_module_by_any_name():
+    class Notes(fabricamp.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.seen = pl_module
+
+    notes, model = Notes(), Classifier()
+    quiet_trainer(max_steps=1, callbacks=[notes]).fit(model, loader())
+    assert notes.seen is model
+    assert "pl_module" in inspect.signature(Notes().on_train_start).parameters

@@ -1,0 +1,3 @@
+from tests.allocations import named_allocations
+
+__all__ = ["named_allocations"]

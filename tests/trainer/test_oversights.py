@@ -1,0 +1,153 @@
+"""What would go wrong without a word: found before the first batch, or told where it shows."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fabricamp import Callback, ConfigError, DataModule, TrainingModule
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.engine.oversights import misspelt_hooks, returns_nothing
+from tests.small import Classifier, loader, quiet_trainer
+
+
+def variant(**members):
+    return type("Variant", (Classifier,), members)()
+
+
+def fit(module, *callbacks, **options):
+    trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 1, **options})
+    trainer.fit(module, loader(8))
+    return trainer
+
+
+def forgets(self, batch, batch_idx):
+    self.log("loss", self.net(batch[0]).mean())
+
+
+def returns_in_a_branch(self, batch, batch_idx):
+    if batch_idx:
+        with contextlib.suppress(ValueError):
+            return self.net(batch[0]).mean()
+    return None
+
+
+def returns_none_early(self, batch, batch_idx):
+    with torch.no_grad():
+        if batch_idx:
+            return
+    self.log("loss", 1.0)
+
+
+def raises(self, batch, batch_idx):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("step", "nothing"),
+    [(forgets, True), (returns_none_early, True), (returns_in_a_branch, False), (raises, False), (len, False)],
+)
+def test_a_step_is_known_to_return_nothing_where_no_path_has_a_value(step, nothing):
+    assert returns_nothing(step) is nothing
+
+
+def test_a_training_step_without_a_value_is_an_error_under_automatic_optimization_only(caplog):
+    with pytest.raises(ConfigError, match=r"Variant.training_step returns no value.*'return loss'"):
+        fit(variant(training_step=forgets))
+    fit(variant(training_step=forgets, automatic_optimization=False))
+    assert "epoch 1 ended without a step: training_step called no optimizer's step" in caplog.text
+
+
+class Skipping(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        return -1
+
+
+def test_an_epoch_without_a_step_says_why_once(caplog):
+    fit(variant(training_step=lambda self, batch, batch_idx: [None][0]), max_epochs=3)
+    assert caplog.text.count("ended without a step: training_step returned None for each of its batches") == 1
+    fit(Classifier(), Skipping())
+    assert "epoch 1 ended without a step: on_train_batch_start returned -1" in caplog.text
+    caplog.clear()
+    fit(Classifier())
+    assert caplog.text == ""
+
+
+class Misspelt(Callback):
+    def on_train_epoch_ends(self, trainer, module):
+        raise AssertionError
+
+    def on_train_batch_end(self, *arguments):
+        self.on_train_batch_ended()
+
+    def on_train_batch_ended(self):
+        """A helper: the hook itself is there."""
+
+
+def test_a_misspelt_hook_is_told_of(caplog):
+    helper = {"training_step": Classifier.training_step, "train_step": lambda self: None}
+    module = variant(validaton_step=lambda self, batch, batch_idx: None, **helper)
+    fit(module, Misspelt())
+    assert [record.getMessage() for record in caplog.records] == [
+        "fabricamp: Variant.validaton_step is no hook; did you mean 'validation_step'?",
+        "fabricamp: Misspelt.on_train_epoch_ends is no hook; did you mean 'on_train_epoch_end'?",
+    ]
+    data = type("Data", (DataModule,), {"trian_dataloader": lambda self: None})()
+    assert list(misspelt_hooks(data, DataModule)) == [("trian_dataloader", "train_dataloader")]
+
+
+def test_no_hook_of_the_package_is_taken_for_a_misspelt_one():
+    from fabricamp import callbacks
+
+    named = [getattr(callbacks, name) for name in callbacks.__all__]
+    kinds = [one for one in named if isinstance(one, type) and issubclass(one, Callback)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        assert list(misspelt_hooks(kind.__new__(kind), Callback)) == []
+
+
+def one_cycle(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    steps = int(self.trainer.estimated_stepping_batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_one_cycle_run_cannot_be_resumed_with_more_epochs(tmp_path):
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    fit(variant(configure_optimizers=one_cycle), ModelCheckpoint(tmp_path, filename="end"), max_epochs=2, **options)
+
+    def resume(**more):
+        trainer = quiet_trainer(**options, **more)
+        trainer.fit(variant(configure_optimizers=one_cycle), loader(8), ckpt_path=tmp_path / "end.ckpt")
+        return trainer
+
+    with pytest.raises(ConfigError, match=r"end\.ckpt holds a OneCycleLR of 4 steps, but the run is to make 6"):
+        resume(max_epochs=3)
+    assert resume(max_epochs=2).global_step == 4
+    assert resume(max_epochs=1).global_step == 4
+
+
+def test_a_step_that_wants_an_iterator_and_a_prediction_without_forward():
+    with pytest.raises(ConfigError, match="takes dataloader_iter, but it gets batches"):
+        fit(variant(training_step=lambda self, dataloader_iter: next(dataloader_iter)))
+    with pytest.raises(ConfigError, match="has no predict_step, which predict needs; write one, or forward"):
+        quiet_trainer().predict(TrainingModule(), DataLoader(torch.ones(2, 1)))
+
+
+@pytest.mark.parametrize("what", ["epochs", "steps"])
+def test_a_least_above_the_most(what):
+    with pytest.raises(ConfigError, match=f"min_{what}=3 is above max_{what}=1; lower it"):
+        quiet_trainer(**{f"min_{what}": 3, f"max_{what}": 1})
+
+
+def test_a_flag_of_log_that_is_none():
+    def step(self, batch, batch_idx):
+        self.log("loss", 1.0, on_epoch="yes")
+        return self.net(batch[0]).mean()
+
+    with pytest.raises(ConfigError, match=r"self.log\('loss', on_epoch='yes'\): give True or False"):
+        fit(variant(training_step=step))
