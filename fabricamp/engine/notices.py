@@ -17,6 +17,7 @@ from fabricamp.callbacks.progress_bar import ProgressBar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp.callbacks.base import Callback
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
 
@@ -28,8 +29,7 @@ class Notices:
         self._trainer = session.trainer
         self._session = session
         self._first = session.trainer.state.batches_done
-        shows = any(isinstance(one, ProgressBar | ModelSummary) for one in session.trainer.callbacks)
-        self._speaks = shows and session.trainer.is_global_zero
+        self._speaks = session.trainer.is_global_zero and any(map(_shows, session.trainer.callbacks))
 
     def begin(self) -> None:
         """What a fit runs on, where its files go, and what it goes on from."""
@@ -81,6 +81,11 @@ class Notices:
     def _say(self, *lines: str) -> None:
         for line in lines if self._speaks else ():
             say(line)
+
+
+def _shows(callback: Callback) -> bool:
+    """Whether it is a bar or summary; a bar that is switched off is none."""
+    return isinstance(callback, ModelSummary) or (isinstance(callback, ProgressBar) and callback.is_enabled)
 
 
 def say(line: str) -> None:

@@ -70,7 +70,8 @@ def returns_nothing(call: Any) -> bool:
         return False
     instructions = [one for one in dis.get_instructions(function) if one.opname != "NOP"]
     returned = [
-        before if one.opname == "RETURN_VALUE" else one
+        # Where `return loss if ready else None` ends, either value is there.
+        before if one.opname == "RETURN_VALUE" and not one.is_jump_target else one
         for before, one in pairwise(instructions)
         if one.opname in ("RETURN_VALUE", "RETURN_CONST")
     ]

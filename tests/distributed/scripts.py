@@ -40,7 +40,13 @@ def finish(process, timeout=60):
         end(process)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"{process.args} hangs:\n{out}\n{err}") from None
-    return process.returncode, out, err
+    # Without a name server (conftest.py) torch finds no name for the ends of a connection, and says so.
+    told = [
+        line
+        for line in err.splitlines(keepends=True)
+        if "The hostname of the client socket cannot be retrieved" not in line
+    ]
+    return process.returncode, out, "".join(told)
 
 
 def end(process):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp import Callback, ConfigError, Trainer, TrainingModule
 from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
+from fabricamp.loggers.logger import DummyLogger
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -302,7 +303,11 @@ def test_a_trial_run_leaves_no_files(value, batches, tmp_path):
     trainer.validate(module, loader(40), verbose=False)
     trainer.test(module, loader(40), verbose=False)
     assert len(trainer.predict(module, loader(40))) == batches
-    assert (trainer.loggers, trainer.checkpoint_callback, trainer.max_epochs) == ([], None, 1)
+    assert ([type(one) for one in trainer.loggers], trainer.checkpoint_callback, trainer.max_epochs) == (
+        [DummyLogger],
+        None,
+        1,
+    )
     assert list(tmp_path.iterdir()) == []
 
 

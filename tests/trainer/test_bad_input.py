@@ -63,7 +63,7 @@ def test_a_loss_that_is_none(loss, message):
 
 def test_a_training_step_with_other_arguments():
     with pytest.raises(ConfigError, match="batch, batch_idx"):
-        fit(variant(training_step=lambda self, a, b, c: None))
+        fit(variant(training_step=lambda self, a, b, c: a))
 
 
 def test_an_optimizer_over_another_modules_parameters():

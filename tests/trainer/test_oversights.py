@@ -35,6 +35,10 @@ def returns_in_a_branch(self, batch, batch_idx):
     return None
 
 
+def returns_a_choice(self, batch, batch_idx):
+    return self.net(batch[0]).mean() if batch_idx else None
+
+
 def returns_none_early(self, batch, batch_idx):
     with torch.no_grad():
         if batch_idx:
@@ -48,7 +52,14 @@ def raises(self, batch, batch_idx):
 
 @pytest.mark.parametrize(
     ("step", "nothing"),
-    [(forgets, True), (returns_none_early, True), (returns_in_a_branch, False), (raises, False), (len, False)],
+    [
+        (forgets, True),
+        (returns_none_early, True),
+        (returns_in_a_branch, False),
+        (returns_a_choice, False),
+        (raises, False),
+        (len, False),
+    ],
 )
 def test_a_step_is_known_to_return_nothing_where_no_path_has_a_value(step, nothing):
     assert returns_nothing(step) is nothing

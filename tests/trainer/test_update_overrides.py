@@ -259,7 +259,8 @@ def test_lbfgs_calls_hooks_and_overrides():
 def test_lbfgs_needs_a_loss():
     class Nothing(Newton):
         def training_step(self, batch, batch_idx):
-            return None
+            loss = super().training_step(batch, batch_idx)
+            return loss if batch_idx < 0 else None
 
     with pytest.raises(ConfigError, match="LBFGS"):
         fitted(Nothing())
