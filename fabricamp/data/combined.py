@@ -27,10 +27,14 @@ class CombinedLoader:
 
     ``max_size_cycle``: as long as the longest, shorter ones start again (in another order where they are shuffled);
     ``max_size``: as long as the longest, None for those that ended; ``min_size``: as long as the shortest;
-    ``sequential``: one loader after the other, its batches as they are.
+    ``sequential``: one loader after the other, its batches as they are; an evaluation keeps these loaders apart.
+
+    Iterated by hand it gives ``(batch, batch_idx, dataloader_idx)``.
 
     >>> list(CombinedLoader({"a": [1, 2], "b": [3]}))
-    [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]
+    [({'a': 1, 'b': 3}, 0, 0), ({'a': 2, 'b': 3}, 1, 0)]
+    >>> list(CombinedLoader({"a": [1, 2], "b": [3]}, "sequential"))
+    [(1, 0, 0), (2, 1, 0), (3, 0, 1)]
     """
 
     def __init__(self, loaders: dict[str, Any] | list[Any] | tuple[Any, ...], mode: Mode = "max_size_cycle") -> None:
@@ -58,6 +62,16 @@ class CombinedLoader:
         """The loaders, in order."""
         return [self.loaders[key] for key in self._keys]
 
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders, in order, those of collections within the collection in their place."""
+        return [loader for member in self.members for loader in _leaves(member, self.mode)]
+
+    @property
+    def iterables(self) -> Any:
+        """The loaders in the collection, or collections, that they came in."""
+        return self.collect([one.iterables if _is_within(one, self.mode) else one for one in self.members])
+
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
         """A combined loader like this one, of ``function(loader)`` of each."""
         return CombinedLoader(self.collect([function(loader) for loader in self.members]), self.mode)
@@ -73,7 +87,13 @@ class CombinedLoader:
             raise TypeError(message)
         return int(length)
 
-    def __iter__(self) -> CombinedPass:
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        passes = self.flattened if self.mode == "sequential" else [self.batches()]
+        for number, batches in enumerate(passes):
+            yield from ((batch, index, number) for index, batch in enumerate(batches))
+
+    def batches(self) -> CombinedPass:
+        """A pass of batches alone, from the beginning."""
         return self.behind([])
 
     def behind(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
@@ -186,7 +206,9 @@ class _Source:
             return
         self._choose_order()
         unread = enter(self._loader, self.entered) if self.entered else 0
-        self._batches = begin(self._loader, again=self._again or self.rounds > 0)
+        again = self._again or self.rounds > 0
+        within = isinstance(self._loader, CombinedLoader)
+        self._batches = self._loader.batches() if within else begin(self._loader, again=again)
         next(itertools.islice(self._batches, unread, unread), None)
 
     def take(self) -> Any:
@@ -248,6 +270,15 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
             f"a collection of loaders holds something else too ({kinds}); pass only loaders, or only batches"
         )
     return loaders
+
+
+def _is_within(member: Any, mode: str) -> bool:
+    """Whether ``member`` stands for a collection within a collection of loaders that are combined by ``mode``."""
+    return isinstance(member, CombinedLoader) and member.mode == mode
+
+
+def _leaves(member: Any, mode: str) -> list[Any]:
+    return member.flattened if _is_within(member, mode) else [member]
 
 
 def _is_loader(member: Any) -> bool:

@@ -233,17 +233,16 @@ class Feed:
         again, self._again = self._again, True
         if isinstance(self._loader, CombinedLoader):
             self._loader.again = again
+            return self._loader.batches() if not resume else self._enter_combined(resume)
         if not resume:
             return begin(self._loader, again=again)
-        if not isinstance(self._loader, CombinedLoader):
-            unread = enter(self._loader, self._entered[0])
-            source: Any = begin(self._loader, again=again)
-        elif resume.get("places"):
+        unread = enter(self._loader, self._entered[0])
+        return _behind(begin(self._loader, again=again), unread)
+
+    def _enter_combined(self, resume: dict[str, Any]) -> Any:
+        if resume.get("places"):
             return self._loader.behind(self._entered)
-        else:
-            unread, source = resume["batches"], iter(self._loader)
-        next(itertools.islice(source, unread, unread), None)
-        return source
+        return _behind(self._loader.batches(), resume["batches"])
 
     def _places(self, given: int) -> list[dict[str, Any]]:
         if isinstance(self._loader, CombinedLoader):
@@ -313,6 +312,12 @@ class Feed:
                 "pass a DataLoader, a list or another object that every epoch can iterate anew"
             )
         yield from ()
+
+
+def _behind(batches: Any, unread: int) -> Any:
+    """``batches`` without the first ``unread``."""
+    next(itertools.islice(batches, unread, unread), None)
+    return batches
 
 
 def _is_read_past(loader: Any) -> bool:

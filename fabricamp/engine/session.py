@@ -279,7 +279,8 @@ class Session:
             metrics=self.metrics,
             hooks=self.hooks,
             agreement=self.agreement,
-            inference_mode=self.settings.inference_mode,
+            # What is kept of a validation within fit is used in training, as in Lightning.
+            inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
         )
         return loop, [
             self.data.feed(loader, length, index, begun=self.trainer.state.validations > 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.data import (
+    CombinedLoader,
     DataModule,
     Feed,
     check_equal_lengths,
@@ -65,6 +66,7 @@ class DataSource:
         self._feeds: list[Feed] = []
         self._train_feed: Feed | None = None
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
+        self._collections: dict[str, Any] = {}
 
     @property
     def train_loader(self) -> Any:
@@ -110,6 +112,13 @@ class DataSource:
         """The loaders of ``name`` ("val", "test" or "predict")."""
         return self.evaluation(name)[0]
 
+    def as_given(self, name: str) -> Any:
+        """The loaders of ``name`` ("train" too) in the collection that they came in; None where there are none."""
+        if name != "train":
+            self.evaluation(name)
+            return self._collections.get(name)
+        return self.train_loader.iterables if isinstance(self.train_loader, CombinedLoader) else self.train_loader
+
     def evaluation_lengths(self, name: str) -> list[float]:
         """Their numbers of batches on this rank."""
         return self.evaluation(name)[1]
@@ -128,10 +137,19 @@ class DataSource:
             if found is not None and name == "val" and self._settings.overfit_batches:
                 found = self._ask("train")
             label = "val_dataloaders" if name == "val" else "dataloaders"
-            loaders = [self._wire(one, train=False) for one in _as_list(found)]
+            loaders, self._collections[name] = self._wired_apart(found)
             lengths = [limit_batches(loader_length(one, label), limit, f"limit_{name}_batches") for one in loaders]
             self._evaluation[name] = loaders, lengths
         return self._evaluation[name]
+
+    def _wired_apart(self, found: Any) -> tuple[list[Any], Any]:
+        """Returns the loaders to evaluate on one by one, and the same in the collection that they came in."""
+        if found is None:
+            return [], None
+        wired = self._wire(combine(found, "sequential"), train=False)
+        if not isinstance(wired, CombinedLoader):
+            return [wired], wired
+        return (wired.flattened if wired.mode == "sequential" else [wired]), wired.iterables
 
     def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
         """Returns the loader's batches on the device, one ahead on a GPU unless the user's own hooks move them.
@@ -213,11 +231,3 @@ class DataSource:
             overfit=self._settings.overfit_batches,
             per_sample_seed=train and self._settings.per_sample_seed,
         )
-
-
-def _as_list(found: Any) -> list[Any]:
-    """The loaders to evaluate on: a list of them, or one."""
-    if found is None:
-        return []
-    combined = combine(found)
-    return combined.members if combined is not found else [found]

@@ -127,23 +127,23 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader that is trained on."""
-        return self._opened.data.train_loader
+        """The loader that is trained on; of several the collection that they came in, as in the next three."""
+        return self._opened.data.as_given("train")
 
     @property
-    def val_dataloaders(self) -> list[Any]:
-        """The loaders that are validated on."""
-        return self._opened.data.evaluation_loaders("val")
+    def val_dataloaders(self) -> Any:
+        """The loaders that are validated on; None where there are none."""
+        return self._opened.data.as_given("val")
 
     @property
-    def test_dataloaders(self) -> list[Any]:
-        """The loaders that are tested on."""
-        return self._opened.data.evaluation_loaders("test")
+    def test_dataloaders(self) -> Any:
+        """The loaders that are tested on; None where there are none."""
+        return self._opened.data.as_given("test")
 
     @property
-    def predict_dataloaders(self) -> list[Any]:
-        """The loaders whose batches are predicted."""
-        return self._opened.data.evaluation_loaders("predict")
+    def predict_dataloaders(self) -> Any:
+        """The loaders whose batches are predicted; None where there are none."""
+        return self._opened.data.as_given("predict")
 
     @property
     def _opened(self) -> Session:

@@ -36,8 +36,8 @@ class Unsized:
 def test_modes(mode, b, kind):
     combined = CombinedLoader({name: kind(items) for name, items in LISTS.items()}, mode)
     expected = [{"a": first, "b": second} for first, second in zip(LISTS["a"], b, strict=False)]
-    assert list(combined) == expected
-    assert list(combined) == expected
+    assert list(combined.batches()) == expected
+    assert list(combined.batches()) == expected
     if kind is list:
         assert len(combined) == len(expected)
     else:
@@ -47,30 +47,39 @@ def test_modes(mode, b, kind):
 
 def test_sequential():
     combined = CombinedLoader(LISTS, "sequential")
-    assert list(combined) == [0, 1, 2, 3, 4, 10, 11]
+    assert list(combined.batches()) == [0, 1, 2, 3, 4, 10, 11]
     assert len(combined) == 7
+
+
+def test_by_hand_each_batch_has_its_number_and_that_of_its_loader():
+    assert list(CombinedLoader(LISTS, "min_size")) == [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0)]
+    assert list(CombinedLoader([[5, 6], [7]], "sequential")) == [(5, 0, 0), (6, 1, 0), (7, 0, 1)]
+    collection = {"a": [range(1), range(2, 4)], "b": range(4, 5)}
+    nested = CombinedLoader(collection, "sequential")
+    assert list(nested) == [(0, 0, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2)]
+    assert (nested.iterables, nested.flattened) == (collection, [range(1), range(2, 4), range(4, 5)])
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from(["max_size_cycle", "max_size", "min_size"]))
 def test_sized_and_unsized_loaders_combine_alike(lengths, mode):
     items = [list(range(length)) for length in lengths]
     sized = CombinedLoader(items, mode)
-    assert list(sized) == list(CombinedLoader([Unsized(one) for one in items], mode))
+    assert list(sized.batches()) == list(CombinedLoader([Unsized(one) for one in items], mode).batches())
     assert len(list(sized)) == len(sized)
 
 
 def test_collections_keep_their_kind():
-    assert next(iter(CombinedLoader([[1], [2]]))) == [1, 2]
-    assert next(iter(CombinedLoader(([1], [2])))) == (1, 2)
+    assert next(CombinedLoader([[1], [2]]).batches()) == [1, 2]
+    assert next(CombinedLoader(([1], [2])).batches()) == (1, 2)
 
 
 def test_collections_in_collections():
     combined = CombinedLoader({"a": [DataLoader([1, 2], batch_size=None), range(3)], "b": {"c": [7]}})
     assert len(combined) == 3
-    assert [batch["a"] for batch in combined] == [[1, 0], [2, 1], [1, 2]]
-    assert [batch["b"] for batch in combined] == [{"c": 7}] * 3
+    assert [batch["a"] for batch in combined.batches()] == [[1, 0], [2, 1], [1, 2]]
+    assert [batch["b"] for batch in combined.batches()] == [{"c": 7}] * 3
     shortest = combine([range(3), (range(1), range(2))], "min_size")
-    assert list(shortest) == [[0, (0, 0)]]
+    assert list(shortest.batches()) == [[0, (0, 0)]]
 
 
 def test_a_shorter_loader_that_starts_again_is_shuffled_anew():
@@ -78,7 +87,7 @@ def test_a_shorter_loader_that_starts_again_is_shuffled_anew():
         loaders = {"long": range(12), "short": DataLoader(range(6), shuffle=True, batch_size=None)}
         combined = wire_loader(CombinedLoader(loaders), train=True, rank=0, world_size=1, seed=0)
         torch.manual_seed(epoch)
-        drawn = [batch["short"] for batch in combined]
+        drawn = [batch["short"] for batch in combined.batches()]
         return drawn[:6], drawn[6:]
 
     first, second = pass_over(1)
@@ -129,9 +138,9 @@ def test_streams_end_with_the_longest():
             return iter(range(5))
 
     combined = CombinedLoader({"stream": DataLoader(Stream(), batch_size=None), "list": [7, 8]})
-    assert [batch["stream"] for batch in combined] == [0, 1, 2, 3, 4]
+    assert [batch["stream"] for batch in combined.batches()] == [0, 1, 2, 3, 4]
     endless = CombinedLoader({"stream": itertools.count(), "list": [7, 8]}, "min_size")
-    assert list(endless) == [{"stream": 0, "list": 7}, {"stream": 1, "list": 8}]
+    assert list(endless.batches()) == [{"stream": 0, "list": 7}, {"stream": 1, "list": 8}]
 
 
 def test_combine_tells_loaders_from_batches():

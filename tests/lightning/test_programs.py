@@ -15,7 +15,7 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 MISSING = {
     "boring_model": "a step outside of a fit",
     "byol": "callback_metrics at Lightning's moments",
-    "combined_loader": "CombinedLoader's batch_idx and dataloader_idx",
+    "combined_loader": "callback_metrics at Lightning's moments",
     "ddp_strategy": "strategies.DDPStrategy",
     "diffusion_ema": "callback_metrics at Lightning's moments",
     "dqn": "callback_metrics at Lightning's moments",

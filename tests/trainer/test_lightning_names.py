@@ -94,8 +94,8 @@ def test_the_trainer_answers(tmp_path):
             "num_sanity_val_batches": [],
         },
     }
-    assert [len(one) for one in trainer.test_dataloaders] == [2]
-    assert trainer.predict_dataloaders == []
+    assert len(trainer.test_dataloaders) == 2
+    assert trainer.predict_dataloaders is None
 
 
 def test_without_limits_there_is_none_to_tell():
