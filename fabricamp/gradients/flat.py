@@ -13,17 +13,19 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.buckets import Piece, plan_messages
+from fabricamp.gradients.sums import RankSums
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.layouts import is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    import torch.distributed as dist
 
 _grad: Final = operator.attrgetter("grad")
 _ALIGNMENT: Final = 64  # elements: a slot starts where a kernel can load 16 bytes at once, whatever the dtype
@@ -210,7 +212,7 @@ class FlatGradients:
         self.frozen = [parameter for parameter in self.parameters if id(parameter) in frozen]
         order = [index for index, parameter in enumerate(self.parameters) if id(parameter) not in frozen]
         order.sort(key=key, reverse=True)
-        self._works: list[dist.Work] = []
+        self._rank_sums = RankSums()
         self._missing: list[int] = []
         self.missing: Sequence[int] = ()
         """Which parameters had no gradient on this rank in the last exchange."""
@@ -278,11 +280,10 @@ class FlatGradients:
         if update_divides and transport.average and not half:
             factor, divisor = 1.0, float(world_size)  # no pass of its own
         travelling = [message.travelling(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
-        for message, one in zip(self.messages, travelling, strict=True):
-            if one is not message.flat or factor != 1:
-                torch.mul(message.flat, factor, out=one)
-            self._works.append(cast("dist.Work", dist.all_reduce(one, async_op=True)))
-        self._wait()
+        self._rank_sums.run(
+            one if one is message.flat and factor == 1 else torch.mul(message.flat, factor, out=one)
+            for message, one in zip(self.messages, travelling, strict=True)
+        )
         for message, one in zip(self.messages, travelling, strict=True):
             if one is not message.flat:
                 message.flat.copy_(one)
@@ -290,19 +291,18 @@ class FlatGradients:
 
     def exchange(self) -> Gradients:
         """Sums every ``.grad`` over the ranks; returns what has arrived."""
-        alone = len(self.messages) == 1
-        for message in self.messages:
-            self.send(message, wait=alone)
+        self._rank_sums.run(map(self._filled, self.messages), alone=len(self.messages) == 1)
         return self.receive()
 
-    def send(self, message: Message, group: dist.ProcessGroup | None = None, *, wait: bool = False) -> None:
+    def send(self, message: Message, group: dist.ProcessGroup | None = None) -> None:
         """Fills a message and sends it; ``messages`` go in their order, on every rank."""
+        self._rank_sums.start(self._filled(message), group)
+
+    def _filled(self, message: Message) -> Tensor:
         if message is self.messages[-1]:
             self._mark(message)
         self._missing += message.fill(self._factor)
-        work = dist.all_reduce(message.flat, group=group, async_op=not wait)
-        if not wait:
-            self._works.append(cast("dist.Work", work))
+        return message.flat
 
     def _mark(self, message: Message) -> None:
         """Writes which parameters have a gradient here, as the last message carries it; most often nothing has changed."""
@@ -317,14 +317,9 @@ class FlatGradients:
 
     def receive(self) -> Gradients:
         """Makes torch's current stream wait for all messages; returns what has arrived."""
-        self._wait()
+        self._rank_sums.wait()
         self.missing, self._missing = self._missing, []
         return Gradients(self.tensors, self.divisor, self.take_flags(), complete=not self.missing)
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
 
     def write_back(self, gradients: Gradients) -> None:
         """Makes each ``.grad`` the average that has arrived, a view of the flat memory; None where no rank had one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fabricamp.gradients.buckets import Bucket, Piece, plan_messages
+from fabricamp.gradients.sums import RankSums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,11 +40,12 @@ class Exchange:
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Averages ``tensors`` in place; one that fills a bucket by itself travels without being copied."""
-        arrivals = [self._send(bucket, tensors) for bucket in self._plan(tensors)]
-        for work, own, views in arrivals:
-            work.wait()
-            if views:
-                torch._foreach_copy_(own, views)
+        buckets = [[tensors[index] for index in bucket.indices] for bucket in self._plan(tensors)]
+        flats: list[Tensor] = []
+        RankSums().run(self._share_of(own, flats) for own in buckets)
+        for flat, own in zip(flats, buckets, strict=True):
+            if flat is not own[0]:
+                torch._foreach_copy_(own, _views(flat, own))
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -64,20 +66,15 @@ class Exchange:
             known = self._plans[key] = (tuple(tensors), plan_messages(pieces, self._capacity))
         return known[1]
 
-    def _send(self, bucket: Bucket, tensors: Sequence[Tensor]) -> tuple[dist.Work, list[Tensor], list[Tensor]]:
-        own = [tensors[index] for index in bucket.indices]
-        if len(own) == 1 and own[0].is_contiguous():
-            own[0].mul_(self._share)
-            return _all_reduce(own[0]), own, []
-        flat = torch.cat([tensor.reshape(-1) for tensor in own]).mul_(self._share)
-        return _all_reduce(flat), own, _views(flat, own)
+    def _share_of(self, own: Sequence[Tensor], flats: list[Tensor]) -> Tensor:
+        """What of a bucket goes into its average from here, as one flat tensor, which is added to ``flats``."""
+        alone = len(own) == 1 and own[0].is_contiguous()
+        flat = own[0] if alone else torch.cat([tensor.reshape(-1) for tensor in own])
+        flats.append(flat.mul_(self._share))
+        return flat
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Cuts ``flat`` into tensors shaped like those given."""
     pieces = torch.split_with_sizes(flat, [tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-def _all_reduce(flat: Tensor) -> dist.Work:
-    return cast("dist.Work", dist.all_reduce(flat, async_op=True))

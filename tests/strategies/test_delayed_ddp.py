@@ -424,7 +424,7 @@ class Watched(nn.Module):
 
     def training_step(self, batch):
         hidden = self.layers[0](batch)
-        hidden.register_hook(lambda _: self.seen.append(len(self.strategy._overlap.flat._works)))
+        hidden.register_hook(lambda _: self.seen.append(len(self.strategy._overlap.flat._rank_sums._works)))
         return self.layers[1:](hidden).square().mean()
 
 
