@@ -9,7 +9,7 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 
-.PHONY: help setup demo test quick lint layers types format
+.PHONY: help setup demo test quick lint layers types format docs
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -60,6 +60,10 @@ layers: $(STAMP) ## imports go one way
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
-format: $(STAMP) ## formats, and mends what ruff can mend
+format: $(STAMP) ## formats, and corrects what ruff can correct
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, and docs/performance.md from benchmarks/results
+	$(BIN)/python docs/render_reference.py
+	$(BIN)/python benchmarks/render.py

@@ -1,4 +1,65 @@
-"""The hooks of a module, and how hooks become plain tuples of calls before the first batch."""
+"""The hooks of a module, and how hooks become plain tuples of calls before the first batch.
+
+The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of both: callbacks first, then the module::
+
+    configure_callbacks (m)
+    prepare_data (m)
+    setup (c, m)
+    configure_model (m)
+    on_load_checkpoint (c, m)                       where the run goes on from a checkpoint
+    configure_optimizers (m)
+    on_fit_start (c, m)
+    on_sanity_check_start (c)                       where it begins anew
+        val_dataloader (m)
+        the validation
+    on_sanity_check_end (c)                         where it begins anew
+    train_dataloader (m)
+    val_dataloader (m)                              where the run goes on from a checkpoint
+    on_train_start (c, m)
+    for each epoch
+        on_train_epoch_start (c, m)
+        for each micro-batch
+            on_before_batch_transfer (m)            on a GPU one batch ahead, as the next two, where none is overridden
+            transfer_batch_to_device (m)
+            on_after_batch_transfer (m)
+            on_train_batch_start (c, m)
+            training_step (m)
+            on_before_zero_grad (c, m)              for the first micro-batch of a step, as the next one
+            optimizer_zero_grad (m)
+            on_before_backward (c, m)
+            backward (m)
+            on_after_backward (c, m)
+            on_before_optimizer_step (c, m)         for the last micro-batch of a step, as the next three
+            configure_gradient_clipping (m)
+            optimizer_step (m)
+            lr_scheduler_step (m)
+            on_train_batch_end (c, m)
+        on_validation_model_zero_grad (m)           where the epoch is validated, as the next line
+        the validation
+        on_train_epoch_end (c, m)                   callbacks with ``monitors = True`` come last
+        on_save_checkpoint (c, m)                   where a ModelCheckpoint writes
+    on_train_end (c, m)
+    on_fit_end (c, m)
+    teardown (c, m)
+
+The validation.  ``validate``, ``test`` and ``predict`` have the same by their names, between ``configure_model`` and ``teardown``::
+
+    on_validation_model_eval (m)
+    on_validation_start (c, m)
+    on_validation_epoch_start (c, m)
+    for each batch
+        on_before_batch_transfer (m)
+        transfer_batch_to_device (m)
+        on_after_batch_transfer (m)
+        on_validation_batch_start (c, m)
+        validation_step (m)
+        on_validation_batch_end (c, m)
+    on_validation_epoch_end (c, m)
+    on_validation_end (c, m)
+    on_validation_model_train (m)
+
+An exception, Ctrl-C included, calls ``on_exception`` (c) and then ``teardown``.
+"""
 
 from __future__ import annotations
 

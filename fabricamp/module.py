@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.sections import restore_weights
+from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
@@ -31,31 +32,11 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 
-class Attachment:
-    """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
-
-    __slots__ = ("manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "trainer")
-
-    def __init__(self) -> None:
-        self.trainer: Trainer | None = None
-        self.metrics: Metrics | None = None
-        self.optimizers: list[ManagedOptimizer] = []
-        self.schedulers: list[Any] = []
-        self.manual_backward: Callable[..., None] | None = None
-        self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        return Attachment()
-
-    def __reduce__(self) -> tuple[type[Attachment], tuple[()]]:
-        return Attachment, ()
-
-
-DETACHED = Attachment()
-
-
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
+
+    Write ``training_step`` and ``configure_optimizers``, and what you need of the other steps, loaders and hooks.
+    ``help("fabricamp.hooks")`` shows the order in which hooks run.
 
     Example:
         >>> class Line(TrainingModule):
@@ -91,14 +72,14 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     # -- what the user writes ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the loss of a micro-batch: a scalar tensor, or a dict with ``"loss"``; None skips the batch (one process)."""
+        """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None skips the batch (one process)."""
         raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a validation batch; log what you want to know."""
+        """Takes ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders; log what you want to know."""
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a test batch; log what you want to know."""
+        """As :meth:`validation_step`, for ``test``."""
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the predictions for a batch; by default what the module's call returns."""
@@ -248,10 +229,31 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     ) -> None:
         """Logs a scalar or a torchmetrics object: at steps, over the epoch, or both; epoch values are always those of all ranks.
 
-        The value is copied without its graph, stays on the device and is read with all others at the next flush (every
-        ``log_every_n_steps``).  ``sync_dist`` concerns a step's values.  A mean is weighted by ``batch_size``, by default the
-        length of the batch's first tensor.  ``enable_graph`` and ``metric_attribute`` are taken and change nothing.  Outside a
-        run nothing is logged.
+        The value is copied without its graph, stays on the device and is read with all others every ``log_every_n_steps``.
+        With both ``on_step`` and ``on_epoch`` there are two values, ``name_step`` and ``name_epoch``.
+
+        Args:
+            name: what it is called in logs, monitors and file names.
+            value: a number, a tensor with one element, or a torchmetrics object.
+            prog_bar: shows it beside the progress bar.
+            logger: hands it to the loggers.
+            on_step: the value of this step.  By default in ``training_step`` and the hooks around it.
+            on_epoch: the value over the epoch.  By default everywhere else.
+            reduce_fx: how the epoch's values become one: "mean", "sum", "min" or "max".
+            enable_graph: changes nothing.
+            sync_dist: reduces a step's value over all ranks, too.
+            sync_dist_group: only None, all ranks.
+            add_dataloader_idx: adds ``/dataloader_idx_N`` to the name where there are several loaders.
+            batch_size: the weight in a mean; None is the length of the batch's first tensor.
+            metric_attribute: changes nothing.
+            rank_zero_only: logs rank 0's value alone.
+
+        Raises:
+            ConfigError: for a value, a place or a combination that cannot work; outside a run one line says that nothing is logged.
+
+        Example:
+            >>> def validation_step(self, batch, batch_idx):
+            ...     self.log("val_loss", self.loss(batch), prog_bar=True)
         """
         metrics = self._attachment.metrics
         if metrics is None:

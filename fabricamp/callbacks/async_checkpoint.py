@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class AsyncCheckpoint(ModelCheckpoint):
-    """A :class:`ModelCheckpoint` that copies the state to host memory and writes it beside training; the files are the same.
+    """A :class:`ModelCheckpoint` that copies the state to host memory and writes it beside training.
 
-    The copy is made in memory that is reused (pinned where the tensors are on a GPU, which then is all that training waits
-    for, without the host).  One write is in flight at most: a save that comes earlier waits for it, and so does the end of
-    training.  Where a write fails, the next step raises, and the paths still show the file before.
+    Arguments and files are the same.  The copy is made in memory that is reused (pinned where the tensors are on a GPU,
+    which then is all that training waits for, without the host).  One write is in flight at most: a save that comes earlier
+    waits for it, and so does the end of training.  Where a write fails, the next step raises, and the paths still show the
+    file before.
 
     Example:
         >>> checkpoint = AsyncCheckpoint(every="1000 steps, 30 min", save_last=True)

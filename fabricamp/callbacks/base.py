@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Callback:
     """Something that happens beside training.  Override what you need: hooks that nobody overrides cost nothing.
 
+    ``help("fabricamp.hooks")`` shows the order in which hooks run.
+
     Example:
         >>> class Announce(Callback):
         ...     def on_train_epoch_end(self, trainer, module):

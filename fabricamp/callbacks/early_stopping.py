@@ -33,12 +33,20 @@ class EarlyStoppingReason(enum.Enum):
 class EarlyStopping(Callback):
     """Ends training after ``patience`` checks in which ``monitor`` did not get better by more than ``min_delta``.
 
-    It ends at once where the metric is nan or infinite (``check_finite``), is better than ``stopping_threshold``, or worse
-    than ``divergence_threshold``.  Checks run after validation, or at the end of the train epoch (``check_on_train_epoch_end``;
-    by default where validation runs at the end of every epoch, or not at all).  A ``monitor`` that was not logged is an error
-    (``strict``).
+    Checks run after validation, or at the end of the train epoch.  Every rank decides on the same value.
 
-    Every rank decides on the same value, so messages are printed once; ``log_rank_zero_only=False`` prints them on each rank.
+    Args:
+        monitor: the logged value to watch.
+        min_delta: by how much it has to get better.
+        patience: how many checks without an improvement end training.
+        verbose: tells of each improvement.
+        mode: "min" or "max": which value is better.
+        strict: a ``monitor`` that was not logged is an error.
+        check_finite: nan and inf end training at once.
+        stopping_threshold: a value that is better ends training at once.
+        divergence_threshold: a value that is worse ends training at once.
+        check_on_train_epoch_end: checks at the end of the train epoch; None: where validation runs at its end, or not at all.
+        log_rank_zero_only: prints messages once; False: on each rank.
 
     Example:
         >>> stopping = EarlyStopping(monitor="val_loss", patience=5, min_delta=0.001)

@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, as it is before the step it belongs to.
 
-    ``logging_interval``: "step" (every ``log_every_n_steps`` steps), "epoch", or None for the interval of each scheduler
-    (steps for an optimizer without one).  Names: ``lr-Adam``, ``lr-Adam-1`` for a second optimizer of that class,
-    ``lr-Adam/pg1`` or ``lr-Adam/<its name>`` for one of several groups, or the scheduler's ``name``; each after
-    ``log_key_prefix``.  ``log_momentum`` and ``log_weight_decay`` add ``...-momentum`` and ``...-weight_decay``.
+    Names: ``lr-Adam``, ``lr-Adam-1`` for a second optimizer of that class, ``lr-Adam/pg1`` or ``lr-Adam/<its name>`` for one of
+    several groups, or the scheduler's ``name``.
+
+    Args:
+        logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: steps).
+        log_momentum: logs ``...-momentum`` too.
+        log_weight_decay: logs ``...-weight_decay`` too.
+        log_key_prefix: stands before each name.
+
+    Raises:
+        ConfigError: for another interval, or where there is no logger.
 
     Example:
         >>> monitor = LearningRateMonitor(logging_interval="step", log_key_prefix="optimizer/")

@@ -34,20 +34,27 @@ if TYPE_CHECKING:
 class ModelCheckpoint(Callback):
     """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
 
-    Cadence: ``every="100 steps, 1 epoch, 30 min"``, any of the three; or one of Lightning's ``every_n_train_steps``,
-    ``train_time_interval``, ``every_n_epochs`` (the default, 1).  Epoch checkpoints are written at the end of the train epoch
-    where all metrics are there by then, else after each validation; ``save_on_train_epoch_end`` decides otherwise.
+    The two newest files stay in any case, so ``save_top_k=1`` shows one spare.  Files of another run are never removed.
+    Ctrl-C and ``nan_policy="stop"`` write the checkpoint of that step.
 
-    ``save_top_k``: the best k by ``monitor`` (without one: 1, the newest); -1 all; 0 none.  The two newest files stay in any
-    case, so ``save_top_k=1`` shows one spare.  ``save_last``: True keeps the newest as ``last.ckpt`` too (the one before as
-    ``last-previous.ckpt`` where nothing else holds it), "link" a symbolic link to it.
-
-    ``filename`` may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for one that nobody logged; ``dirpath`` is
-    ``checkpoints`` in the logger's folder by default, and may be a URL that fsspec opens (``s3://bucket/run``).  Files of another
-    run are never replaced or removed: a taken name gets ``-v1`` (``enable_version_counter``).
-
-    Ctrl-C and ``nan_policy="stop"`` write the checkpoint of that step, ``save_on_exception`` that of any other exception (one
-    process only).
+    Args:
+        dirpath: the folder, or a URL that fsspec opens (``s3://bucket/run``); None is ``checkpoints`` in the logger's folder.
+        filename: a name that may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for one that nobody logged.
+        monitor: the logged value by which the best are kept; None keeps the newest.
+        verbose: tells of each file.
+        save_last: True keeps the newest as ``last.ckpt`` too (and the one before, nowhere else held, as ``last-previous.ckpt``);
+            "link" keeps a symbolic link to it.
+        save_top_k: how many of the best are kept; -1 all, 0 none; without ``monitor`` 1, 0 or -1.
+        save_on_exception: writes the checkpoint of an exception's step, too (one process only).
+        save_weights_only: leaves out what a run needs to go on.
+        mode: "min" or "max": which value of ``monitor`` is better.
+        auto_insert_metric_name: writes ``epoch=1`` and not ``1`` for ``{epoch}``.
+        every_n_train_steps: Lightning's form of ``every="n steps"``.
+        train_time_interval: Lightning's form of ``every="n min"``: a timedelta.
+        every_n_epochs: Lightning's form of ``every="n epochs"``; 1 where nothing is given.
+        save_on_train_epoch_end: at the end of the train epoch (True) or after validation (False); None: once all metrics are there.
+        enable_version_counter: a name that is taken gets ``-v1``; False: it is replaced.
+        every: "100 steps, 1 epoch, 30 min", any of the three.
 
     Example:
         >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")

@@ -127,7 +127,8 @@ class Summary:
 class ModelSummary(Callback):
     """Shows, on rank 0 when ``fit`` starts, what the module consists of and what memory it takes.
 
-    ``max_depth`` is how deep modules are listed: 1 the module's own parts, 0 the totals only, -1 everything.
+    Args:
+        max_depth: how deep modules are listed: 1 the module's own parts, 0 the totals only, -1 everything.
 
     Example:
         >>> trainer = Trainer(callbacks=[ModelSummary(max_depth=2)])

@@ -23,13 +23,15 @@ _FREE_LINES = 100
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batch, speed and the ``prog_bar`` metrics, ``lr`` and loss ``scale`` where they move; leaves a line an epoch.
+    """Shows epoch, batch, speed and the ``prog_bar`` metrics, ``lr`` and loss ``scale`` where they move; leaves a line per epoch.
 
     Only rank 0 shows it.  On a GPU a step's values are those of the picture before, or the one before that; the epoch's line is
-    exact.  ``validate`` and ``test`` show theirs in a table.  It draws at most ``refresh_rate_hz`` times a second, less often
-    where drawing would take more than 1 % of the time, without a thread and without waiting for a tensor.  Where stdout is no
-    terminal (file, pipe, CI, ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their
-    line too.
+    exact.  It neither waits for a tensor nor takes more than 1 % of the time.  Where stdout is no terminal (file, pipe, CI,
+    ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their line too; ``validate``
+    and ``test`` show their values in a table.
+
+    Args:
+        refresh_rate_hz: how many times a second it is drawn at most.
 
     Example:
         >>> trainer = Trainer(callbacks=[ProgressBar(refresh_rate_hz=1)])

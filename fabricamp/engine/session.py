@@ -8,6 +8,7 @@ import torch
 
 from fabricamp.checkpoint import check_content, plain, read_together, write_checkpoint
 from fabricamp.data import release_workers
+from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.loop import FitLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
@@ -29,7 +30,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.loggers.delivery import Delivery
 from fabricamp.metrics import Metrics
-from fabricamp.module import DETACHED, TrainingModule
+from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision.plain_step import demands_closure

@@ -45,10 +45,16 @@ class _Content(NamedTuple):
 class CSVLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
-    Rows are appended whenever ``flush_logs_every_n_steps`` steps have passed, before a checkpoint takes its place, and at the
-    end; in a folder that has such a file already (an explicit ``version``) they follow those in it.  A run that goes on from a
-    checkpoint takes back the rows behind it.  A metric that turns up later gets a new last column.  Rows that the disk refuses
-    wait in memory.
+    Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint takes its place, and at the end; in a file that
+    is there already (an explicit ``version``) they follow those in it.  A run that goes on from a checkpoint takes back the rows
+    behind it.  A metric that turns up later gets a new last column.  Rows that the disk refuses wait in memory.
+
+    Args:
+        save_dir: the folder of all runs.
+        name: the folder of this experiment's runs in it.
+        version: the number or name of this run; None is the next free number.
+        prefix: stands before each metric's name.
+        flush_logs_every_n_steps: how many steps wait in memory.
 
     Example:
         >>> logger = CSVLogger("runs", name="digits", flush_logs_every_n_steps=500)

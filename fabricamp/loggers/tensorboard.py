@@ -25,10 +25,17 @@ _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix
 class TensorBoardLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
-    ``default_hp_metric`` logs a ``hp_metric`` beside the hyper-parameters, without which TensorBoard's HPARAMS page stays empty.
-    Further ``options`` are those of torch's ``SummaryWriter``.  Events are written every ``flush_secs`` (30) seconds or beyond
-    ``max_queue`` (10) of them, before a checkpoint takes its place, and at the end.  A run that goes on from a checkpoint in the
-    same folder hides what stands behind it.  Events that the disk refuses wait in memory.
+    Events are written every ``flush_secs`` (30) seconds or beyond ``max_queue`` (10) of them, before a checkpoint takes its
+    place, and at the end.  A run that goes on from a checkpoint in the same folder hides what stands behind it.  Events that the
+    disk refuses wait in memory.
+
+    Args:
+        save_dir: the folder of all runs.
+        name: the folder of this experiment's runs in it.
+        version: the number or name of this run; None is the next free number.
+        prefix: stands before each metric's name.
+        default_hp_metric: logs ``hp_metric`` beside hyper-parameters, without which TensorBoard's HPARAMS page stays empty.
+        **options: those of torch's ``SummaryWriter``, such as ``flush_secs``.
 
     Example:
         >>> logger = TensorBoardLogger("runs", name="digits")

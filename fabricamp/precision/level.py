@@ -37,12 +37,26 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OptLevel(Precision):
-    """One of O0 to O5, with what the caller overrides; None is the level's own.
+    """An opt level with options; None is the level's own (the table of opt levels in README.md).
 
-    ``loss_scale`` is ``"dynamic"`` or a number; ``num_losses`` is how many ``loss_id`` there are, each with its own dynamic scale.
+    Args:
+        level: "O0" to "O5".
+        cast_model_type: the dtype of the model's weights.
+        keep_batchnorm_fp32: BatchNorm stays fp32.
+        master_weights: the optimizer updates fp32 copies of half weights.
+        loss_scale: a number, or "dynamic".
+        min_loss_scale: where a dynamic scale stops falling; None is 2**-14.
+        max_loss_scale: where a dynamic scale stops growing.
+        scale_window: after how many steps without an overflow a dynamic scale is doubled.
+        cast_model_outputs: the dtype of what the model returns to your step.
+        num_losses: how many values ``loss_id`` of ``manual_backward`` has, each with a dynamic scale of its own.
 
-    >>> OptLevel("O2", loss_scale="128.0", keep_batchnorm_fp32="False").name
-    'O2'
+    Raises:
+        ConfigError: for options that the level cannot have.
+
+    Example:
+        >>> OptLevel("O2", loss_scale="128.0", keep_batchnorm_fp32="False").name
+        'O2'
     """
 
     def __init__(

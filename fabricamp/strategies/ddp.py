@@ -38,12 +38,20 @@ _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+
 class DDP(ProcessGroupStrategy):
     """Every process holds the whole module; torch's DistributedDataParallel averages gradients while backward runs.
 
-    The options are torch's.  ``bucket_cap_mb`` None is torch's own layout (25 MB after a first bucket of 1 MB), so that
-    a hand-written ``DistributedDataParallel(model)`` has equal bits.  ``comm_hook`` is a function of
-    ``(state, bucket)``, or a pair ``(state, function)``.
+    The options are torch's.  The bits are those of a hand-written ``DistributedDataParallel(model)`` with the same options.
 
-    >>> DDP(find_unused_parameters=True, timeout=600).name
-    'ddp'
+    Args:
+        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed where there are some.
+        static_graph: the loss reaches the same parameters in every step.
+        gradient_as_bucket_view: gradients are views of what is exchanged, which saves a copy of them.
+        bucket_cap_mb: how much is exchanged at once; None is torch's own (25 MB after a first bucket of 1 MB).
+        comm_hook: a function of ``(state, bucket)``, or a pair ``(state, function)``.
+        broadcast_buffers: every rank gets rank 0's buffers in each step.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+
+    Example:
+        >>> DDP(find_unused_parameters=True, timeout=600).name
+        'ddp'
     """
 
     name: ClassVar[str] = "ddp"

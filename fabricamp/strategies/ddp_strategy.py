@@ -32,10 +32,20 @@ _START_METHODS: Final = {"popen": None, "spawn": "spawn", "fork": "fork", "forks
 class DDPStrategy(DDP):
     """:class:`DDP` by Lightning's name: the same options, and Lightning's names of some.
 
-    Raises :class:`ConfigError` for what is said elsewhere here, such as ``parallel_devices``.
+    Args:
+        ddp_comm_state: the state that the hook gets.
+        ddp_comm_hook: a function of ``(state, bucket)``.
+        process_group_backend: only "nccl" on GPUs and "gloo" on CPUs.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+        start_method: "popen" (what fits), "spawn", "fork" or "forkserver" (as "spawn").
+        **options: those of :class:`DDP`.
 
-    >>> DDPStrategy(find_unused_parameters=True).find_unused_parameters
-    True
+    Raises:
+        ConfigError: for what is said elsewhere here, such as ``parallel_devices``.
+
+    Example:
+        >>> DDPStrategy(find_unused_parameters=True).find_unused_parameters
+        True
     """
 
     def __init__(

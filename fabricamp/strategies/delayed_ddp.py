@@ -38,19 +38,29 @@ _MOST_LISTS = 8
 
 
 class DelayedDDP(ProcessGroupStrategy):
-    """Every process holds the whole module; gradients are averaged after backward, by one collective a dtype.
+    """Every process holds the whole module; gradients are averaged after backward, by one collective per dtype.
 
-    ``message_size`` (elements) or ``allreduce_trigger_params`` (parameters or their names) select the overlapped mode: while
-    backward runs, a message leaves as soon as it holds so many gradients, or as one of these parameters has its own.
-    ``allreduce_dtype`` is what gradients travel in, ``allreduce_always_fp32`` makes half ones travel in fp32.
-    ``gradient_predivide_factor`` is what half gradients are divided by before the sum; None: all of the average comes before.
-    ``retain_allreduce_buffers`` leaves the averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
-    ``broadcast_buffers`` gives every rank rank 0's buffers with each exchange.  ``prof`` marks the exchange in NVTX.
-
+    ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients leave in messages while backward runs.
     A rank whose backward leaves parameters out waits for the others' flags, unless the optimizer is one of fabricamp's fused ones.
 
-    >>> DelayedDDP(allreduce_dtype=torch.bfloat16, timeout=600).name
-    'delayed_ddp'
+    Args:
+        delay_allreduce: False asks for the overlapped mode; None follows from the other options.
+        message_size: a message leaves as soon as it holds so many elements.
+        allreduce_trigger_params: a message leaves as soon as one of these parameters (or names) has its gradient.
+        num_allreduce_streams: how many streams carry messages in turn, in overlapped mode.
+        allreduce_communicators: process groups and streams of your own for them.
+        retain_allreduce_buffers: leaves averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
+        allreduce_always_fp32: half gradients travel in fp32.
+        allreduce_dtype: what gradients travel in.
+        gradient_average: False: the sum in place of the average.
+        gradient_predivide_factor: what half gradients are divided by before the sum; None: the number of ranks.
+        broadcast_buffers: every rank gets rank 0's buffers with each exchange.
+        prof: marks the exchange for profilers (NVTX).
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+
+    Example:
+        >>> DelayedDDP(allreduce_dtype=torch.bfloat16, timeout=600).name
+        'delayed_ddp'
     """
 
     name: ClassVar[str] = "delayed_ddp"

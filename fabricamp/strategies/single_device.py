@@ -16,10 +16,14 @@ __all__ = ["SingleDeviceStrategy"]
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device: that of the Trainer's ``accelerator`` and ``devices``, which has to be ``device`` where given.
+    """One process on one device: that of the Trainer's ``accelerator`` and ``devices``.
 
-    >>> SingleDeviceStrategy(device="cpu").name
-    'single'
+    Args:
+        device: has to be that one, where given.
+
+    Example:
+        >>> SingleDeviceStrategy(device="cpu").name
+        'single'
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:

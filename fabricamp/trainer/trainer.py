@@ -44,9 +44,53 @@ if TYPE_CHECKING:
 class Trainer(TrainerProperties):
     """Trains, validates, tests and predicts with a :class:`TrainingModule`; argument names are Lightning's.
 
-    ``strategy`` and ``precision`` take a name or an object with options.  None stands for an argument's default, and a variable
-    such as ``PL_TRAINER_MAX_EPOCHS`` for one that is not given.  Every argument is checked here; what depends on the
-    module, its optimizers or the data is checked in ``fit`` before the first batch.  Raises :class:`ConfigError`.
+    None stands for an argument's default, and a variable such as ``PL_TRAINER_MAX_EPOCHS`` for one that is not given.  Every
+    argument is checked here; what depends on the module, its optimizers or the data is checked in ``fit`` before the first batch.
+
+    Args:
+        accelerator: "cpu", "gpu" ("cuda" is the same), or "auto": a GPU where there is one.
+        devices: how many processes on this machine, one per GPU; -1 all GPUs; a list or "0,2" chooses GPUs; "auto" all GPUs, or
+            one process on the CPU.  Under torchrun and SLURM the number that was started.
+        num_nodes: how many machines.  torchrun or SLURM starts the processes on each.
+        strategy: "single", "ddp", "delayed_ddp", "auto" (what fits the number of processes), or an object with options.
+        precision: "O0" to "O5", Lightning's names such as "16-mixed" and "bf16-true", or an object such as ``OptLevel("O2")``.
+        max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 where neither steps nor time are limited.
+        max_steps: the step at which training ends; -1 for no limit.
+        max_time: how long training may take: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``.
+        min_epochs: epochs that early stopping and ``should_stop`` have to wait for.
+        min_steps: steps that early stopping and ``should_stop`` have to wait for.
+        limit_train_batches: batches per epoch at most (int), or a share of them (float).
+        limit_val_batches: the same for each validation loader; 0 leaves validation out.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each loader to predict.
+        fast_dev_run: a trial of so many batches (True: 1) of each kind, without logs, checkpoints and sanity check.
+        overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in the loader's order.
+        val_check_interval: validates after so many batches (int), or after each such share of an epoch (float).  By default 1.0.
+        check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
+        log_every_n_steps: how many steps lie between two rows of logged values.
+        accumulate_grad_batches: micro-batches whose gradients make one step.
+        gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
+        gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
+        nan_policy: what gradients that are inf or nan do: "skip" the step, "stop" with a checkpoint, "raise"; None: a dynamic
+            loss scale skips, any other precision does not look.
+        logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.
+        callbacks: a callback, or a list of them.
+        enable_checkpointing: adds a :class:`ModelCheckpoint` where ``callbacks`` has none.
+        enable_progress_bar: adds a :class:`ProgressBar` where ``callbacks`` has none.
+        enable_model_summary: adds a :class:`ModelSummary` where ``callbacks`` has none.
+        start_method: how other processes start: "script" runs the script again, "spawn", "fork"; "auto" takes what fits.
+        deterministic: torch's deterministic algorithms; "warn" names operations that have none, in place of an error.
+        benchmark: cuDNN's search for the fastest algorithm; None leaves it as it is, and off where ``deterministic``.
+        detect_anomaly: torch's anomaly detection, which finds the operation that a bad gradient came from, and is slow.
+        use_distributed_sampler: shares loaders among processes; False: every process reads all of them.
+        per_sample_seed: seeds augmentation by (seed, epoch, index), so that no worker or rank changes it.
+        sync_batchnorm: BatchNorm over the batches of all processes.
+        inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
+        default_root_dir: where logs and checkpoints go; None is the current folder.
+
+    Raises:
+        ConfigError: for a wrong argument, with what is allowed.
 
     Example:
         >>> trainer = Trainer(max_epochs=3, precision="O1", accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -151,7 +195,16 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> None:
-        """Trains from the start, or on from ``ckpt_path``: a path or URL, "last", "best", or "auto" ("last" where there is one)."""
+        """Trains from the start, or goes on from a checkpoint.
+
+        Args:
+            model: the module to train.
+            train_dataloaders: a loader, or a dict or list of loaders; None where the module or ``datamodule`` has them.
+            val_dataloaders: a loader, or a list of loaders.
+            datamodule: a :class:`DataModule` in place of loaders.
+            ckpt_path: a path or URL, "last" (the furthest checkpoint), "best", or "auto" ("last" where there is one).
+            **unknown: refused, with the argument that is meant.
+        """
         refuse_unknown_data("fit", unknown)
         self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
@@ -164,7 +217,16 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Runs the validation loop once; returns the logged values, one dict a loader."""
+        """Runs the validation loop once; returns the logged values, one dict per loader.
+
+        Args:
+            model: the module; None is that of the last run.
+            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
+            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            verbose: shows the values in a table.
+            datamodule: a :class:`DataModule` in place of loaders.
+            **unknown: refused, with the argument that is meant.
+        """
         refuse_unknown_data("validate", unknown)
         return self._run(TrainerFn.VALIDATING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -177,7 +239,16 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
-        """Runs the test loop once; returns the logged values, one dict a loader."""
+        """Runs the test loop once; returns the logged values, one dict per loader.
+
+        Args:
+            model: the module; None is that of the last run.
+            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
+            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            verbose: shows the values in a table.
+            datamodule: a :class:`DataModule` in place of loaders.
+            **unknown: refused, with the argument that is meant.
+        """
         refuse_unknown_data("test", unknown)
         return self._run(TrainerFn.TESTING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
 
@@ -190,7 +261,16 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Returns what ``predict_step`` returned, batch by batch (of several loaders: a list each); those of every rank in turn."""
+        """Returns what ``predict_step`` returned, batch by batch (of several loaders: a list each); those of every rank in turn.
+
+        Args:
+            model: the module; None is that of the last run.
+            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
+            datamodule: a :class:`DataModule` in place of loaders.
+            return_predictions: False returns None, for a callback that writes them.
+            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            **unknown: refused, with the argument that is meant.
+        """
         refuse_unknown_data("predict", unknown)
         keep = return_predictions is not False
         return self._run(TrainerFn.PREDICTING, model, None, dataloaders, datamodule, ckpt_path, keep=keep)  # type: ignore[no-any-return]

@@ -7,11 +7,13 @@ configure_gradient_clipping and not around everything.
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 
-from fabricamp import Callback
+from fabricamp import Callback, hooks
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.hooks import ModuleHooks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -208,3 +210,55 @@ def test_an_exception_reaches_every_callback_and_the_caller():
     with pytest.raises(RuntimeError, match="no more"):
         quiet_trainer(max_epochs=1, callbacks=recording_callback(calls)).fit(Fails())
     assert calls[-1] == "C.on_exception"
+
+
+REPEATS = {"for each micro-batch": 2}
+"""What the modules here have of each; of the rest there is one."""
+
+
+def documented(block, *, left_out=""):
+    """The calls of a block of the docstring, without the lines that are for runs of another beginning (``left_out``)."""
+    calls = []
+    lines = [line for line in block.splitlines() if line]
+    while lines:
+        line = lines.pop(0)
+        inner = []
+        while lines and indent(lines[0]) > indent(line):
+            inner.append(lines.pop(0))
+        words, _, remark = line.strip().partition(")")
+        if left_out and left_out in remark:
+            continue
+        name, _, owners = words.partition(" (")
+        if owners:
+            calls += [f"{owner.upper()}.{name}" for owner in owners.split(", ")]
+        elif name == "the validation":
+            calls += documented(VALIDATION)
+        calls += documented("\n".join(inner), left_out=left_out) * REPEATS.get(name, 1)
+    return calls
+
+
+def indent(line):
+    return len(line) - len(line.lstrip())
+
+
+FIT, VALIDATION = re.findall(r"::\n\n(.*?)\n\n(?=\S)", inspect.getdoc(hooks), flags=re.DOTALL)
+
+
+def test_the_documented_order_is_that_of_a_fit(tmp_path):
+    calls = []
+    for epochs, left_out in ((1, "goes on from a checkpoint"), (2, "begins anew")):
+        file = next(tmp_path.glob("*.ckpt"), None)
+        calls.clear()
+        both_kinds = [recording_callback(calls), ModelCheckpoint(tmp_path)]
+        trainer = quiet_trainer(max_epochs=epochs, callbacks=both_kinds, enable_checkpointing=True)
+        trainer.fit(recording_module(calls), ckpt_path=file)
+        assert calls == documented(FIT, left_out=left_out)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_the_documented_order_is_that_of_an_evaluation(method, kind):
+    calls = []
+    getattr(quiet_trainer(callbacks=recording_callback(calls)), method)(recording_module(calls))
+    begin = next(place for place, call in enumerate(calls) if call.endswith("_dataloader")) + 1
+    end = calls.index("C.teardown")
+    assert calls[begin:end] == [call.replace("validation", kind) for call in documented(VALIDATION)]

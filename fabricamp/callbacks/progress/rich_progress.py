@@ -17,12 +17,17 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(ProgressBar):
-    """The progress bar.
+    """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
 
-    It is drawn by time and not by batches, ``refresh_rate_hz`` times a second at most: ``refresh_rate`` 0 switches it off,
-    other values change nothing, nor do ``leave``, ``theme`` and ``console_kwargs``.
+    Args:
+        refresh_rate: 0 switches it off; other values change nothing.
+        leave: changes nothing: every epoch leaves its line.
+        theme: changes nothing.
+        console_kwargs: changes nothing.
+        refresh_rate_hz: how many times a second it is drawn at most.
 
-    >>> bar = RichProgressBar(leave=True)
+    Example:
+        >>> bar = RichProgressBar(leave=True)
     """
 
     def __init__(

@@ -8,12 +8,15 @@ __all__ = ["TQDMProgressBar"]
 
 
 class TQDMProgressBar(ProgressBar):
-    """The progress bar.
+    """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
 
-    It is drawn by time and not by batches: ``refresh_rate`` 0 switches it off, other values change nothing, nor do
-    ``process_position`` and ``leave``, since every epoch leaves its line.
+    Args:
+        refresh_rate: 0 switches it off; other values change nothing.
+        process_position: changes nothing.
+        leave: changes nothing: every epoch leaves its line.
 
-    >>> bar = TQDMProgressBar(refresh_rate=20)
+    Example:
+        >>> bar = TQDMProgressBar(refresh_rate=20)
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:

@@ -1,0 +1,38 @@
+"""What ties a module to the run that it is in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from fabricamp.engine.optimizer_setup import ManagedOptimizer
+    from fabricamp.metrics import Metrics
+    from fabricamp.precision.base import Clip
+    from fabricamp.trainer import Trainer
+
+
+class Attachment:
+    """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
+
+    __slots__ = ("manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "trainer")
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.metrics: Metrics | None = None
+        self.optimizers: list[ManagedOptimizer] = []
+        self.schedulers: list[Any] = []
+        self.manual_backward: Callable[..., None] | None = None
+        self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return Attachment()
+
+    def __reduce__(self) -> tuple[type[Attachment], tuple[()]]:
+        return Attachment, ()
+
+
+DETACHED = Attachment()
