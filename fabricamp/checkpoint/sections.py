@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fabricamp.data import DataModule
     from fabricamp.module import TrainingModule
-    from fabricamp.precision.base import Precision
+    from fabricamp.precision.base import Conversion
     from fabricamp.strategies.base import Strategy
 
 _LIKE_THE_PARAMETER = frozenset(
@@ -49,13 +49,13 @@ class Weights(Section):
 
     module: TrainingModule
     strategy: Strategy
-    precision: Precision
+    conversion: Conversion
     datamodule: DataModule | None
 
     def save(self) -> dict[str, Any]:
         """Returns them whole, the same on every rank."""
         module, datamodule = self.module, self.datamodule
-        values: dict[str, Any] = {"state_dict": self.precision.module_state(module, self.strategy.module_state(module))}
+        values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
         if module.hparams:
             values["hyper_parameters"] = plain(dict(module.hparams))
             if module.hparams_name:

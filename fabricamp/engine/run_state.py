@@ -32,7 +32,7 @@ def record_of(session: Session) -> Record:
     return Record(
         session.strategy,
         [
-            Weights(session.module, session.strategy, session.precision, source.datamodule),
+            Weights(session.module, session.strategy, session.conversion, source.datamodule),
             Counters(session.trainer.state, moments.window, session.settings),
             Optimizers(session.optimizers),
             Schedules(session.schedulers),

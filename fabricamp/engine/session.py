@@ -33,6 +33,7 @@ from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.precision.plain_step import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
@@ -64,6 +65,7 @@ class Session:
         self.settings = settings
         self.strategy = trainer.strategy
         self.precision = trainer.precision_plugin
+        self.conversion = NOT_CONVERTED
         self.metrics = Metrics(trainer.state, trainer.strategy)
         self.delivery = Delivery(trainer.loggers if trainer.is_global_zero else ())
         self.moments = Moments(module, trainer.state, self.metrics, trainer.strategy, self.delivery, trainer.callbacks)
@@ -107,7 +109,7 @@ class Session:
         self.strategy.share_module(self.module)
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
             self._synchronise_batchnorm()
-        self.precision.convert_module(self.module)
+        self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
         if ckpt_path is not None and self.module.dtype is torch.float64:
             self._restore("weights")  # once more: fp32 could not hold them
         if self.fn is TrainerFn.FITTING:
@@ -373,7 +375,7 @@ class Session:
             self._call_setup("teardown")
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
         self.moments.end()
-        self.precision.restore_module(self.module)
+        self.conversion.undo()
         revert_syncbn_model(self.module, self._synchronised)
         if not failed or self.strategy.world_size == 1:
             # After a failure the other ranks may be anywhere: leaving the group would wait for them.

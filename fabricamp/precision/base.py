@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -28,6 +28,21 @@ class Clip(NamedTuple):
     algorithm: Literal["norm", "value"] = "norm"
 
 
+class Conversion(NamedTuple):
+    """A module as :meth:`Precision.convert_module` left it: ``undo()``, and ``full_state(state)``.
+
+    ``undo`` gives the module back after a run: full-precision weights (the masters' values) in place, hooks removed.
+    ``full_state`` returns the module's state dict that it is given with the masters' values in place of their half copies.
+    """
+
+    undo: Callable[[], None]
+    full_state: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+NOT_CONVERTED: Final = Conversion(lambda: None, lambda state: state)
+"""A module as it came."""
+
+
 class Precision:
     """Full precision: what the module brought, autograd's gradients, torch's own clipping.
 
@@ -40,11 +55,12 @@ class Precision:
     """What became of the windows, where one may be skipped; None where every window is applied."""
     _stepper: Stepper = PLAIN
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Brings the module to the dtype that it runs in, in place; called once, on the device, before the optimizers are built."""
+    def convert_module(self, module: nn.Module) -> Conversion | None:
+        """Brings the module to the dtype that it runs in, in place; returns how that is undone (None: there is nothing to undo).
 
-    def restore_module(self, module: nn.Module) -> None:
-        """Undoes :meth:`convert_module` after a run: full-precision weights (the masters' values) in place, hooks removed."""
+        Called once, on the device, before the optimizers are built.
+        """
+        return None
 
     def convert_input(self, batch: Any) -> Any:
         """Brings a batch to the dtype that the module takes; called on the way to the device."""
@@ -98,10 +114,6 @@ class Precision:
 
     def refresh_masters(self) -> None:
         """Takes the masters anew from the module's weights, after these were edited in place."""
-
-    def module_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``state`` (the module's state dict) with the masters' values in place of their half copies."""
-        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Scalers, counters and level: tensors, numbers, strings, lists and dicts."""

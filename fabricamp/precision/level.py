@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
-from fabricamp.precision.base import Precision
+from fabricamp.precision.base import Conversion, Precision
 from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
 from fabricamp.precision.casting import cast_floating
 from fabricamp.precision.conversion import bounded, check_autocast, check_full_weights, convert
-from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.plain_step import PLAIN
+from fabricamp.precision.scaling import ConstantScale, scale_for
 from fabricamp.precision.stepper import OptimizerStepper
-from fabricamp.precision.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,9 +86,8 @@ class OptLevel(Precision):
         self.level = resolve(level, overrides)
         self.name = self.level.name
         self._has_trained = False
-        self._dynamic = self.level.dynamic
-        self._static_scale = 1.0 if self._dynamic else float(self.level.loss_scale)
-        self._several_losses = self._dynamic and self.level.num_losses > 1
+        self._scaling = ConstantScale(self.level)
+        self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # torch's own clipping and step where neither weights nor gradients differ from what a plain loop has.
         self._plain = self.level.cast_model_type not in HALF_DTYPES and self.level.loss_scale == 1.0
         self._device = torch.device("cpu")
@@ -99,25 +97,43 @@ class OptLevel(Precision):
         self._autocast: AbstractContextManager[None] = _NOTHING
         self._inside: AbstractContextManager[None] = _NOTHING
         self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOTHING, _NOTHING)
-        self._saved: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the verdicts, whose kernels know the memory of their scaler: a copy makes its own."""
-        return {**self.__dict__, "verdicts": None}
+        """All but the scalers, whose kernels know their memory: a copy makes its own."""
+        scaling = ConstantScale(self.level)
+        scaling.early = self._scaling.early
+        return {**self.__dict__, "_scaling": scaling, "verdicts": None}
 
     def take_nan_policy(self, policy: str | None) -> None:
         """Sets what a non-finite gradient means, before the module is converted."""
         if policy != self._nan_policy:
-            self._nan_policy, self.verdicts = policy, None
+            self._nan_policy = policy
+            self._scale_by(ConstantScale(self.level))
+
+    def _scale_by(self, scaling: ConstantScale) -> None:
+        scaling.early = self._scaling.early
+        self._scaling, self.verdicts = scaling, scaling.verdicts
 
     # -- set-up ------------------------------------------------------------------------------------------------------------------
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Brings the module to the dtype that it runs in, in place; :meth:`restore_module` undoes it."""
-        self.restore_module(module)
-        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        self.level.check_device(self._device.type)
+    def convert_module(self, module: nn.Module) -> Conversion:
+        """Brings the module to the dtype that it runs in, in place; returns how that is undone.
+
+        ``undo`` leaves weights in the dtype they came in (the masters' values) or fp64.  ``full_state`` has the fp32 values behind
+        half weights and buffers: all with masters, else those not written into.
+        """
+        self._restore()
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._restore)
+            self._convert(module)
+            failed.pop_all()
+        in_state = functools.partial(self._full.in_state, module, written=bool(self.level.master_weights))
+        return Conversion(self._restore, in_state)
+
+    def _convert(self, module: nn.Module) -> None:
         level = self.level
+        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        level.check_device(self._device.type)
         if level.autocast is not None:
             check_full_weights(module, self.name)
             check_autocast(module, level.autocast, self.name, self._device.type)
@@ -132,14 +148,9 @@ class OptLevel(Precision):
             self._bound(module, converted)
         if level.autocast is not None or converted:
             self._outside = (without_autocast(self._device.type), OutsideStep())
-        judges = level.dynamic or self._nan_policy is not None
-        if judges and (self.verdicts is None or self.verdicts.scaler.device != self._device):
-            self.verdicts = self._new_verdicts()
-            self.load_state_dict(self._saved)
-
-    def _new_verdicts(self) -> Verdicts:
-        scaler = LossScaler.for_level(self.level, self._device, sticky=self._nan_policy in ("stop", "raise"))
-        return Verdicts(scaler, self._nan_policy, dynamic=self.level.dynamic)
+        if self._scaling.device != self._device:
+            self._scale_by(scale_for(level, self._device, self._nan_policy))
+            self._scaling.load_state_dict(self._scaling.early)
 
     def _bound(self, module: nn.Module, converted: set[int]) -> None:
         dtype, outputs = self.level.cast_model_type, self.level.cast_model_outputs
@@ -151,13 +162,11 @@ class OptLevel(Precision):
             self._bounded.append((one, boundary))
         self._inside = InsideStep()
 
-    def restore_module(self, module: nn.Module) -> None:
-        """Undoes :meth:`convert_module`: weights in the dtype they came in (the masters' values) or fp64, hooks removed."""
+    def _restore(self) -> None:
         self._stepper.release()
         self._has_trained |= isinstance(self._stepper, OptimizerStepper)
         self._stepper = PLAIN
-        if self.verdicts is not None:
-            self.verdicts.leave()
+        self._scaling.leave()
         self._full.restore()
         for one, boundary in self._bounded:
             boundary.take_off(one)
@@ -179,23 +188,23 @@ class OptLevel(Precision):
         """Gives the optimizers their masters, in the ``param_groups`` that they have."""
         if self._plain and self._nan_policy is None:
             return
-        if self.verdicts is not None and self._has_trained:
+        if self._has_trained:
             # Another fit: what the one before learnt, and its last verdicts, are not this one's.
-            self.verdicts, self._has_trained = self._new_verdicts(), False
+            self._scale_by(scale_for(self.level, self._device, self._nan_policy))
+            self._has_trained = False
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
         self._stepper = stepper = OptimizerStepper(
             optimizers,
             strategy,
             name=self.name,
             device=self._device,
-            scaler=None if self.verdicts is None else self.verdicts.scaler,
-            static_scale=self._static_scale,
+            scaler=self._scaling.scaler,
+            static_scale=1.0 if self.level.dynamic else float(self.level.loss_scale),
             masters=masters,
             sums=self._several_losses or (accumulates and masters is not None),
             plain=self._plain,
         )
-        if self.verdicts is not None:
-            self.verdicts.follow(module, strategy, stepper.bindings, stepper.numbers_each)
+        self._scaling.follow(module, strategy, stepper)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
 
@@ -208,16 +217,8 @@ class OptLevel(Precision):
         self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
     ) -> None:
         """Runs ``run(loss, **options)`` on the scaled loss, fp32 at least."""
-        if self._dynamic and self.verdicts is not None:
-            losses = self.verdicts.scaler.losses
-            if not 0 <= loss_id < len(losses):
-                raise ConfigError(
-                    f"loss_id={loss_id} with precision {self.name!r} and num_losses={len(losses)}; "
-                    f"use OptLevel({self.name!r}, num_losses={loss_id + 1})"
-                )
-            loss = _at_least_fp32(loss) * losses[loss_id].scale
-        elif self._static_scale != 1.0:
-            loss = _at_least_fp32(loss) * self._static_scale
+        if self.level.loss_scale != 1.0:
+            loss = self._scaling.scaled(loss, loss_id)
         with self._outside[0], self._outside[1]:
             run(loss, **options)
         if self._several_losses:
@@ -251,29 +252,16 @@ class OptLevel(Precision):
         """Takes the masters anew from the module's weights, after these were edited in place."""
         self._full.refresh()
 
-    def module_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``state`` with the fp32 values behind half weights and buffers: all with masters, else those not written into."""
-        return self._full.in_state(module, state, written=bool(self.level.master_weights))
-
     def state_dict(self) -> dict[str, Any]:
         """Level and dtypes, and where windows may be skipped the scales, counters and the verdicts on their way."""
         level = self.level
-        state: dict[str, Any] = {
+        return {
             "level": level.name,
             "cast_model_type": str(level.cast_model_type or level.autocast or torch.float32).removeprefix("torch."),
             "loss_scale": level.loss_scale,
+            **self._scaling.state_dict(),
         }
-        if self.verdicts is not None:
-            state["scaler"] = self.verdicts.scaler.state_dict()
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave at any level; a scale starts fresh where one of the two is a constant."""
-        if self.verdicts is None:
-            self._saved = state
-        elif "scaler" in state and (state.get("loss_scale") == "dynamic") == self._dynamic:
-            self.verdicts.scaler.load_state_dict(state["scaler"])
-
-
-def _at_least_fp32(loss: Tensor) -> Tensor:
-    return loss.float() if loss.dtype in HALF_DTYPES else loss
+        self._scaling.load_state_dict(state)

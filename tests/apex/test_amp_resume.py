@@ -172,9 +172,9 @@ def test_weights_go_to_the_trainers_levels():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     other = net(3)
     precision = OptLevel("O2")
-    precision.convert_module(other)
+    conversion = precision.convert_module(other)
     other.load_state_dict(state)
-    assert torch.equal(precision.module_state(other, other.state_dict())["first.weight"], state["first.weight"])
+    assert torch.equal(conversion.full_state(other.state_dict())["first.weight"], state["first.weight"])
 
 
 def test_apex_439_twenty_runs_leave_memory_flat_and_torch_as_it_was():

@@ -241,7 +241,7 @@ def test_torchs_grad_scaler(kernel_device, inner, overflow):
 def test_a_precision_steps_it(kernel_device, inner, level):
     module, twin = net(kernel_device), net(kernel_device)
     precision = OptLevel(level)
-    precision.convert_module(module)
+    conversion = precision.convert_module(module)
     optimizer, reference = LARC(INNER[inner](module.parameters())), INNER["torch SGD"](twin.parameters())
     precision.setup_optimizers(module, [optimizer], Strategy())
     x = torch.randn(3, 2, 6, 6, device=kernel_device)
@@ -257,7 +257,7 @@ def test_a_precision_steps_it(kernel_device, inner, level):
             precision.backward(loss)
             precision.step(optimizer, clip=Clip(1.0))
             close_window(precision, loss.detach())
-    precision.restore_module(module)
+    conversion.undo()
     assert_same(module, twin, {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O4": 1e-2, "O5": 1e-2}[level])
 
 

@@ -283,9 +283,10 @@ def test_restoring_gives_back_the_very_weights():
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Offset(), nn.Linear(4, 4))
         before = {key: value.clone() for key, value in net.state_dict().items()}
         identities = [id(parameter) for parameter in net.parameters()]
-        precision = converted(net, level)
+        precision = OptLevel(level)
+        conversion = precision.convert_module(net)
         precision.forward(net.eval(), torch.randn(2, 4))
-        precision.restore_module(net)
+        conversion.undo()
         assert [id(parameter) for parameter in net.parameters()] == identities
         assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())

@@ -234,7 +234,8 @@ def test_hooks_of_the_user_on_the_same_modules():
         net.blocks.register_forward_hook(lambda *call: seen.setdefault(f"{when} out", []).append(call[-1].dtype))
 
     note("before the conversion")
-    precision = converted(net)
+    precision = OptLevel("O2", loss_scale=1.0)
+    conversion = precision.convert_module(net)
     note("before the first call")
     precision.forward(net.blocks, x())
     note("after it")
@@ -248,7 +249,7 @@ def test_hooks_of_the_user_on_the_same_modules():
         "after it in": [half],
         "after it out": [full],
     }
-    precision.restore_module(net)
+    conversion.undo()
     assert len(net.blocks._forward_pre_hooks) == len(net.blocks._forward_hooks) == 3
 
 
@@ -315,9 +316,10 @@ def test_a_thread_that_is_in_no_step_is_left_alone():
 
 def test_restoring_takes_everything_off():
     net = Net()
-    precision = converted(net)
+    precision = OptLevel("O2", loss_scale=1.0)
+    conversion = precision.convert_module(net)
     precision.forward(lambda: (net(x()), net.blocks[0](x())))
-    precision.restore_module(net)
+    conversion.undo()
     for module in net.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks  # noqa: PT018
         assert not module._forward_pre_hooks_with_kwargs and not module._forward_hooks_always_called  # noqa: PT018

@@ -103,9 +103,9 @@ def test_state_of_other_levels():
     assert state["level"] == "O1"
     other = OptLevel("O2", min_loss_scale=8.0)
     other.load_state_dict(state)  # before there is a scaler
-    other.convert_module(module)
+    conversion = other.convert_module(module)
     assert other.verdicts.scaler.state.scale.item() == 8.0
-    other.restore_module(module)
+    conversion.undo()
     for level in ("O4", "O0"):
         plain = OptLevel(level)
         plain.convert_module(module)

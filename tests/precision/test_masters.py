@@ -31,7 +31,7 @@ def prepared(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
     for name in frozen:
         net.get_parameter(name).requires_grad_(False)
     precision = OptLevel(level, loss_scale=1.0)
-    precision.convert_module(net)
+    net.conversion = precision.convert_module(net)
     optimizer = make([p for p in net.parameters() if p.requires_grad])
     precision.setup_optimizers(net, [optimizer], strategy or Strategy())
     return net, precision, optimizer
@@ -46,7 +46,7 @@ def update(net, precision, optimizer, seed=1):
 
 def saved(net, precision):
     buffer = io.BytesIO()
-    torch.save(precision.module_state(net, net.state_dict()), buffer)
+    torch.save(net.conversion.full_state(net.state_dict()), buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
 
@@ -137,7 +137,7 @@ def test_loading_refreshes_masters_with_every_bit(how):
         net.load_state_dict({key: value for key, value in other.items() if key.startswith("body")}, strict=False)
     else:
         net.body.load_state_dict({key[5:]: value for key, value in other.items() if key.startswith("body")})
-    now = precision.module_state(net, net.state_dict())
+    now = net.conversion.full_state(net.state_dict())
     for key, value in other.items():
         loaded = how == "whole" or key.startswith("body") or key == "head.weight"  # tied to body.2.weight
         assert torch.equal(now[key], value) == (loaded or value.dtype is torch.int64), key
@@ -148,7 +148,7 @@ def test_loading_refreshes_masters_with_every_bit(how):
 def test_loading_before_the_optimizers_exist_counts_too():
     torch.manual_seed(0)
     net, precision = Net(), OptLevel("O2")
-    precision.convert_module(net)
+    net.conversion = precision.convert_module(net)
     torch.manual_seed(5)
     other = Net().state_dict()
     net.load_state_dict(other)
@@ -169,7 +169,7 @@ def test_refresh_after_edits_in_place():
         net.body[0].weight.fill_(0.25)
         net.table.fill_(0.5)
     precision.refresh_masters()
-    state = precision.module_state(net, net.state_dict())
+    state = net.conversion.full_state(net.state_dict())
     assert state["body.0.weight"].eq(0.25).all()
     assert state["table"].eq(0.5).all()
 
@@ -193,7 +193,7 @@ def test_restoring_gives_masters_to_module_and_optimizer(level):
     update(net, precision, optimizer)
     expected, parameters = saved(net, precision), list(net.parameters())
     momenta = [optimizer.state[master]["momentum_buffer"] for master in masters(optimizer)]
-    precision.restore_module(net)
+    net.conversion.undo()
     assert all(torch.equal(expected[key], value) for key, value in net.state_dict().items())
     assert all(mine is theirs for mine, theirs in zip(masters(optimizer), parameters, strict=True))
     assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momenta, strict=True))
@@ -201,14 +201,14 @@ def test_restoring_gives_masters_to_module_and_optimizer(level):
     net(torch.randn(4, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    precision.convert_module(net)  # and again
-    precision.restore_module(net)
+    net.conversion = precision.convert_module(net)  # and again
+    net.conversion.undo()
 
 
 def test_a_module_that_came_in_half_gets_fp32_masters():
     net = nn.Linear(4, 4).bfloat16()
     precision = OptLevel("O5")
-    precision.convert_module(net)
+    net.conversion = precision.convert_module(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     precision.setup_optimizers(net, [optimizer], Strategy())
     assert all(
@@ -236,7 +236,7 @@ def test_double_is_double_everywhere():
     from fabricamp.precision import precision_from
 
     net, precision = nn.Linear(4, 1), precision_from("64-true")
-    precision.convert_module(net)
+    net.conversion = precision.convert_module(net)
     batch = precision.convert_input({"x": torch.randn(2, 4)})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     precision.setup_optimizers(net, [optimizer], Strategy())

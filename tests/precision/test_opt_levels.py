@@ -173,3 +173,7 @@ def test_importing_brings_nothing_heavy():
     )
     names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not [name for name in names if name.split(".")[0] in {"rich", "torchmetrics", "cupy", "omegaconf"}]
+
+
+def test_the_face_of_a_precision_is_small():
+    assert len([name for name in dir(Precision) if not name.startswith("_")]) <= 12

@@ -502,14 +502,14 @@ def test_zero_grad_reaches_half_weights_and_sums():
 def test_parameters_added_and_unfrozen_later(accumulate):
     module, precision = task(), OptLevel("O2")
     module.net.first.requires_grad_(False)
-    precision.convert_module(module)
+    conversion = precision.convert_module(module)
     optimizer = torch.optim.SGD(module.net.last.parameters(), lr=0.1, momentum=0.9)
     precision.setup_optimizers(module, [optimizer], Strategy(), accumulates=accumulate > 1)
     held = precision.gradients(optimizer)
     data = batches(4 * accumulate)
     window(precision, module, optimizer, data[:accumulate])
     frozen = module.net.first.weight.clone()
-    assert precision.module_state(module, module.state_dict())["net.first.weight"].equal(task().net.first.weight)
+    assert conversion.full_state(module.state_dict())["net.first.weight"].equal(task().net.first.weight)
     module.net.first.requires_grad_(True)
     optimizer.add_param_group({"params": [*module.net.first.parameters(), *module.net.norm.parameters()], "lr": 0.5})
     for index in (1, 2, 3):
