@@ -17,6 +17,7 @@ import torch
 from fabricamp.ops import bridge, table
 
 HERE = Path(__file__).parent
+_FOLDER = Path(tempfile.gettempdir()) / "cuda_on_cpu"
 _NUMBERS = {"CLUSTER": 1, "MAILBOXES": 2}  # of a text that does not say
 _DYNAMIC = re.compile(r"extern __shared__ (.+) (\w+)\[\];")
 waiting: dict[str, int] = {}
@@ -24,38 +25,53 @@ waiting: dict[str, int] = {}
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
+# Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
+_COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-w"]
+
+
 @functools.cache
-def library(text: str, reverse: bool) -> ctypes.CDLL:
-    """Builds the kernels of ``text``, whose threads (and blocks) run first to last or in ``reverse``."""
-    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    name = hashlib.sha256(f"{text}{headers}{reverse}".encode()).hexdigest()[:32]
-    folder = Path(tempfile.gettempdir()) / "cuda_on_cpu"
-    built = folder / f"{name}.so"
-    if not built.exists():
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            unit, made = Path(own, "unit.cpp"), Path(own, "unit.so")
-            exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
-            body = _DYNAMIC.sub(r"\1* \2 = (\1*)::cuda_on_cpu::dynamic_shared;", text)
-            numbers = "".join(f"#ifndef {name}\n#define {name} {n}\n#endif\n" for name, n in _NUMBERS.items())
-            unit.write_text(f'#include "cuda_on_cpu.h"\n{body}\n{numbers}{exports}\n')
-            # Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
-            flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-shared", "-w", f"-I{HERE}"]
-            subprocess.run(["g++", *flags, *(["-DREVERSE"] if reverse else []), unit, "-o", made], check=True)
-            made.replace(built)
-    return ctypes.CDLL(str(built))
+def library(text: str) -> ctypes.CDLL:
+    """Builds the kernels of ``text``."""
+    headers = _headers()
+    name = hashlib.sha256(f"{headers.name}{text}".encode()).hexdigest()[:32]
+    exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
+    body = _DYNAMIC.sub(r"\1* \2 = (\1*)::cuda_on_cpu::dynamic_shared;", text)
+    numbers = "".join(f"#ifndef {name}\n#define {name} {n}\n#endif\n" for name, n in _NUMBERS.items())
+    unit = f'#include "cuda_on_cpu.h"\n{body}\n{numbers}{exports}\n'
+    return ctypes.CDLL(str(_made(f"{name}.so", "unit.cpp", unit, [f"-I{headers}", f"-I{HERE}", "-shared"])))
+
+
+@functools.cache
+def _headers() -> Path:
+    """A folder with the large header compiled, which is half of a kernel's compilation."""
+    texts = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    folder = _FOLDER / hashlib.sha256(f"{_COMPILE}{texts}".encode()).hexdigest()[:32]
+    _made(f"{folder.name}/cuda_on_cpu.h.gch", "cuda_on_cpu.h", (HERE / "cuda_on_cpu.h").read_text(), [f"-I{HERE}"])
+    return folder
+
+
+def _made(name: str, source: str, text: str, options: list[str]) -> Path:
+    """What g++ makes of ``text``; workers that make it at once leave one whole file."""
+    made = _FOLDER / name
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as own:
+            (unit := Path(own, source)).write_text(text)
+            subprocess.run([*_COMPILE, *options, unit, "-o", (result := Path(own, "made"))], check=True)
+            result.replace(made)
+    return made
 
 
 def compiler(reverse: bool):
-    """Returns what ``bridge.COMPILERS`` holds for a kind of device."""
+    """Returns what ``bridge.COMPILERS`` holds for a kind of device; threads (and blocks) run first to last or in ``reverse``."""
 
     def compile_for_cpu(text: str, function: str, device, shared: int = 0):
-        built = library(text, reverse)
+        built = library(text)
         launch = getattr(built, f"launch_{function}")
-        launch.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
+        launch.argtypes = [ctypes.c_bool, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
 
         def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
-            launch(blocks, threads, shared, arguments)
+            launch(reverse, blocks, threads, shared, arguments)
             if waited := built.blocks_that_waited():
                 waiting[function] = max(waited, waiting.get(function, 0))
 

@@ -1,7 +1,7 @@
 // CUDA C++ for the CPU: one fiber per CUDA thread, blocks one after another, so that kernels run where there is no GPU.
 //
 // It checks indexing, tails, masks, formulas and barriers: a barrier that not all threads reach ends the process, and a missing
-// one shows when the fibers run in reverse order too (-DREVERSE).  It does not check speed, asynchrony, memory order between
+// one shows when the fibers run in reverse order too.  It does not check speed, asynchrony, memory order between
 // blocks, or the contraction of products and sums.  Kernels may not spin on another block or use inline PTX.  Dynamic shared
 // memory (compiler.py rewrites its declaration) is NaN at a block's start.  x86-64 only.
 //
@@ -86,6 +86,7 @@ OWN void* body_argument;
 OWN dim3 block_size, grid_size;
 constexpr size_t kStack = 64 * 1024;
 OWN char* dynamic_shared;
+OWN bool reverse;  // last to first
 OWN size_t cluster_arrivals, num_mailboxes;
 OWN unsigned waited, last_that_waited;  // blocks of the launch that have looked at the clock
 extern "C" char __bss_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
@@ -136,13 +137,7 @@ inline void start(Fiber& fiber, unsigned number) {
 }
 
 // The i-th of n to run.
-inline size_t turn(size_t i, size_t n) {
-#ifdef REVERSE
-  return n - 1 - i;
-#else
-  return i;
-#endif
-}
+inline size_t turn(size_t i, size_t n) { return reverse ? n - 1 - i : i; }
 
 inline size_t threads_of_block() { return (size_t)block_size.x * block_size.y * block_size.z; }
 
@@ -292,9 +287,8 @@ template <class... Arguments> void launch(void (*kernel)(Arguments...), size_t c
     abort();
   }
   blocks.resize(cluster);
-  std::vector<char> before(__bss_start, cluster > 1 ? _end : __bss_start);
   for (size_t i = 0; i < grid; i += cluster) run_cluster(turn(i / cluster, grid / cluster) * cluster, shared);
-  std::copy(before.begin(), before.end(), __bss_start);
+  std::fill(__bss_start, _end, (char)0);  // the next launch finds nothing of this one's
 }
 
 }  // namespace cuda_on_cpu
@@ -390,8 +384,9 @@ using std::isnan;
 
 // CLUSTER, the blocks of a cluster, is 1 where the kernel's text does not define it, and MAILBOXES (cluster.cuh) 2 (compiler.py).
 extern "C" unsigned blocks_that_waited() { return cuda_on_cpu::waited; }
-// What the host calls: launch_<kernel>(blocks, threads, bytes of dynamic shared memory, addresses of the arguments).
+// What the host calls: launch_<kernel>(reverse, blocks, threads, bytes of dynamic shared memory, addresses of the arguments).
 #define EXPORT(kernel)                                                                  \
-  extern "C" void launch_##kernel(unsigned blocks, unsigned threads, size_t shared, void** arguments) { \
+  extern "C" void launch_##kernel(bool reverse, unsigned blocks, unsigned threads, size_t shared, void** arguments) { \
+    cuda_on_cpu::reverse = reverse;                                                     \
     cuda_on_cpu::launch(kernel, CLUSTER, MAILBOXES, blocks, threads, shared, arguments);                \
   }

@@ -129,19 +129,20 @@ def alone_in(folder):
     return job
 
 
-def test_a_kill_before_each_operation_on_a_file(tmp_path):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_kill_before_each_operation_on_a_file(step, tmp_path):
     import_everything(tmp_path / "warm")
     straight = tmp_path / "straight"
     assert attempt(alone_in(straight), straight, world_size=1).finished
     expected = outcome(straight)
     number = json.loads((straight / "attempt-counts-0").read_text())["operation"]
     assert number > 30
-    for when in range(1, number + 1):
+    for when in range(1, number + 1, step):
         here = tmp_path / f"operation{when}"
         killed = attempt(alone_in(here), here, Kill(0, "operation", when), world_size=1)
         check_files(here)
         assert killed.phase, f"operation {when} of {number}: {killed}"
-        if when % 5 == 0:
+        if when % (5 * step) == 1:
             assert attempt(alone_in(here), here, world_size=1).finished
             assert same(outcome(here), expected), when
         shutil.rmtree(here)
