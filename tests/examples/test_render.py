@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 
 import pytest
@@ -33,11 +35,11 @@ def test_synchronised_batch_norm_on_a_cpu_and_on_gpus(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     page = render.syncbn(found)
     assert "None" not in page
-    assert f"| ours over local | at most 1.80 | {found['ratios']['ours over local']:.2f} |" in page
+    assert f"| ours over local | {found['ratios']['ours over local']:.2f} |" in page
     assert "| 4 x 16 x 8 x 8 | NHWC |" in page
     assert "| fabricamp, collective |" in page
     page = render.syncbn(on_gpus(found))
-    assert "| torch over ours, NHWC | at least 3.00 | 4.00 |" in page
+    assert "| torch over ours, NHWC | 4.00 |" in page
     assert "| 1 x 2 | NHWC | 1.000 | 1.500 | 6.000 | 1.50 | 4.00 | 0.500 / 0.750 / 3.000 | 100 / 150 |" in page
     assert "| 8 | fabricamp SyncBatchNorm, CUDA graph | 4.40 | 1.10 |" in page
 
@@ -75,8 +77,8 @@ def test_norms(capsys):
     rows += norms.show("rms_norm", torch.float32, 1024, 65536, slower, 4000.0)
     rows += norms.show("cross_entropy", torch.bfloat16, 8192, 1024, slower, 4000.0)
     page = render.norms(ABOUT | {"rows": rows})
-    assert "| norms from width 4096: gain | at least 1.60x | 1 of 2 | 0.90x (RMSNorm 1024 x 65536 float32) |" in page
-    assert "| wherever the kernel runs: gain | at least 1.00x | 1 of 2 | 0.90x (RMSNorm 1024 x 65536 float32) |" in page
+    assert "| norms from width 4096: gain | 2 | 0.90x | RMSNorm 1024 x 65536 float32 |" in page
+    assert "| wherever the kernel runs: gain | 2 | 0.90x | RMSNorm 1024 x 65536 float32 |" in page
     first = "0.1000 (67%) | 0.2000 (50%) | 0.3000 (56%)"
     assert (
         f"| 16384 x 4096 | bfloat16 | {first} | 0.2000 (34%) | 0.4000 (25%) | 0.6000 (28%) | 0.5000 (34%) | 2.00x |"
@@ -100,11 +102,7 @@ def test_cross_entropy():
         for name, time in times.items()
     ]
     page = render.cross_entropy(ABOUT | {"rows": rows})
-    assert "| torch's GPU time over ours | at least 2.00 | 2.50 |" in page
-    assert "| our peak over torch's | at most 0.50 | 0.50 |" in page
     assert f"| {shape} | ours | 0.200 | 0.400 | 0.600 | 0.700 | 90% | 2.00 | 2.50x |" in page
-    others = [row | {"shape": "131072x1024 bfloat16"} for row in rows]
-    assert "goal" not in render.cross_entropy(ABOUT | {"rows": others})
 
 
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):
@@ -121,6 +119,28 @@ def test_the_page_has_what_there_is(tmp_path, monkeypatch):
     render.main()
     assert "## Norms and cross-entropy on a card" in page.read_text()
     assert "`python it`, device a card, torch 2, python 3, date today" in page.read_text()
+
+
+def test_the_page_is_that_of_the_results(tmp_path, monkeypatch):
+    page = render.HERE.parent / "docs" / "performance.md"
+    here = tmp_path / "benchmarks"
+    shutil.copytree(render.HERE / "results", here / "results")
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(render, "HERE", here)
+    render.main()
+    assert page.read_text() == (tmp_path / "docs" / "performance.md").read_text(), "results have changed: make docs"
+
+
+def test_the_page_opens_with_one_table_and_names_no_section_twice():
+    text = (render.HERE.parent / "docs" / "performance.md").read_text()
+    titles = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
+    assert len(titles) == len(set(titles))
+    assert titles[-1] == "What falls short, and why"
+    opening = text[: text.index("\n## ")]
+    assert "| what | fabricamp | beside it | on |" in opening
+    for part in ("hand-written loop", "GPT-2-small", "SyncBatchNorm", "cross-entropy", "LayerNorm", "Adam", "exchange"):
+        assert part in opening, part
+    assert not re.search(r"\bgoals?\b|\bours?\b", text)
 
 
 @pytest.mark.parametrize("file", sorted((render.HERE / "results").glob("*.json")), ids=lambda file: file.stem)

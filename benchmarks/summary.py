@@ -1,0 +1,116 @@
+"""The figures at the top of docs/performance.md, some of which README.md repeats: one row each, from benchmarks/results."""
+
+from __future__ import annotations
+
+
+def overhead(result):
+    over = {row["run"]: row["mean_over_us"] for row in result["rows"]}
+    names = {"everything at default": "everything on", "3 callbacks, 1 log": "three callbacks and a log"}
+    rows = []
+    for run, name in names.items():
+        if f"Lightning: {run}" in over:
+            beside = f"Lightning 2: {over[f'Lightning: {run}']:,.0f} us"
+            what = f"what the Trainer adds to a step of a hand-written loop, {name}"
+            rows.append([what, f"{over[f'fabricamp: {run}']:.0f} us", beside, where(result)])
+    return rows
+
+
+def end_to_end(result):
+    rows = {row["run"]: row for row in result["rows"]}
+    if "fabricamp O2" not in rows:
+        return []
+    ours, theirs = rows["fabricamp O2"], rows["torch autocast fp16, GradScaler"]
+    what = "a whole step of GPT-2-small (16 x 512 tokens) at O2, everything on"
+    beside = "torch's autocast fp16 and GradScaler: "
+    return [[what, step_of(ours), beside + step_of(theirs), where(result)]]
+
+
+def step_of(row):
+    return f"{row['wall_ms']:.1f} ms, {row['peak_gib']:.2f} GiB"
+
+
+def optimizers(result):
+    times = {(row["optimizer"], row["set"], row["row"]): row.get("gpu_ms") for row in result["rows"]}
+    ours, theirs = (times.get(("adam", "gpt2", row)) for row in ("O1 ours", "O1 GradScaler, clip, torch fused"))
+    if not ours or not theirs:
+        return []
+    what = "unscaling, clipping and Adam's update of GPT-2-small's parameters at O1"
+    return [
+        [what, f"{ours:.2f} ms", f"GradScaler, clip_grad_norm_, torch's fused Adam: {theirs:.2f} ms", where(result)]
+    ]
+
+
+def norms(result):
+    both = [row for row in result["rows"] if row["op"] != "cross_entropy" and row["way"] == "both"]
+    gains = [row["times_torch"] for row in both]
+    if not gains:
+        return []
+    what = f"LayerNorm and RMSNorm, forward and backward, {len(gains)} shapes"
+    return [[what, f"{min(gains):.2f} to {max(gains):.2f} times as fast", "torch's", where(result)]]
+
+
+def cross_entropy(result):
+    rows = {row["row"]: row for row in result["rows"] if row["shape"] == "8192x50304 bfloat16"}
+    if not rows:
+        return []
+    ours, theirs = (
+        f"{rows[name]['both_ms']:.2f} ms, {rows[name]['peak']:.0f} x the logits" for name in ("ours", "torch")
+    )
+    return [["cross-entropy of 8192 x 50304 bf16 logits, time and memory", ours, f"torch's: {theirs}", where(result)]]
+
+
+def syncbn(result):
+    steps = {row["run"]: row["wall_ms"] for row in result["networks"] if row["batch"] == 64}
+    ours, theirs = steps.get("fabricamp SyncBatchNorm"), steps.get("torch SyncBatchNorm")
+    if not ours or not theirs:
+        return []
+    what = "a ResNet-50 step with SyncBatchNorm, batch 64 per GPU"
+    return [[what, f"{ours:.1f} ms", f"torch's SyncBatchNorm: {theirs:.1f} ms", where(result)]]
+
+
+def ddp(result):
+    found = []
+    for name, column in result["columns"].items():
+        rows = {row["run"]: row for row in column["rows"] if row["gpu_ms"] is not None}
+        ours, theirs = rows.get("fabricamp, overlapped"), rows.get("torch DDP, gradient_as_bucket_view")
+        if ours and theirs:
+            what = f"a step with its exchange of gradients in messages, {name}"
+            found.append(
+                [what, gpu_and_wall(ours), f"torch's DDP at its fastest: {gpu_and_wall(theirs)}", where(result)]
+            )
+    return found
+
+
+def gpu_and_wall(row):
+    return f"{row['gpu_ms']:.2f} ms on the GPU, {row['wall_ms']:.1f} ms in all"
+
+
+def where(result):
+    """The card or the processor, and torch's version."""
+    card = result.get("device") or f"{result['cores']} CPU cores"
+    cards = f"{result['ranks']} x {card}" if "ranks" in result else card
+    return f"{cards}, torch {result['torch']}"
+
+
+KINDS = {
+    "overhead": overhead,
+    "end_to_end": end_to_end,
+    "syncbn": syncbn,
+    "cross_entropy": cross_entropy,
+    "norms": norms,
+    "optimizers": optimizers,
+    "ddp": ddp,
+}
+"""In the order of the table."""
+
+HEAD = ["what", "fabricamp", "beside it", "on"]
+
+
+def rows_of(results):
+    """The rows of ``results``, which are by the names of their files."""
+    rows = []
+    for kind, summarized in KINDS.items():
+        for name, result in results.items():
+            if name.partition("-")[0] == kind and (kind != "optimizers" or "copy_gb_per_s" in result):
+                rows += summarized(result)
+    return rows
