@@ -7,12 +7,13 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.environment import FromEnvironment, exposes, resolved, without_references
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, advice, meant, nearest
 from fabricamp.files import replace_text
 from fabricamp.module import TrainingModule
 from fabricamp.trainer import Trainer
@@ -83,8 +84,7 @@ def check_config(content: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigError` for a key or class that does not exist or an argument that is missing; builds nothing."""
     for key in content:
         if key not in SECTIONS:
-            known = ", ".join(SECTIONS)
-            raise ConfigError(f"{key!r} is no section of a configuration{nearest(key, SECTIONS)} (known: {known})")
+            raise ConfigError(f"{key!r} is no section of a configuration{_section_meant(key)}")
     for name in ("trainer", "module", "data"):
         section = content.get(name)
         if not isinstance(section, dict | None):
@@ -110,7 +110,7 @@ def build_parts(content: Mapping[str, Any]) -> Parts:
     if not isinstance(content, Configuration):
         content = Configuration(content, content)
     section = without_references(_trainer_section(content))
-    arguments = {key: _build(value) for key, value in section.items()}
+    arguments = {key: _build(value, f"trainer.{key}") for key, value in section.items()}
     callbacks = arguments.get("callbacks") or []
     arguments["callbacks"] = [
         *(callbacks if isinstance(callbacks, list) else [callbacks]),
@@ -222,6 +222,13 @@ def _trainer_section(content: Mapping[str, Any]) -> dict[str, Any]:
     return {TARGET: "fabricamp.Trainer", **(content.get("trainer") or {})}
 
 
+def _section_meant(key: str) -> str:
+    """What to write instead of a section that there is not."""
+    if key in inspect.signature(Trainer).parameters:
+        return f"; write trainer.{key}"
+    return meant("configuration", key) or f"{nearest(key, SECTIONS)} (known: {', '.join(SECTIONS)})"
+
+
 def _check_node(node: Any, where: str, kind: type | None = None) -> None:
     """Checks everything with a ``_target_`` in ``node``, the outermost first."""
     if isinstance(node, dict) and TARGET in node:
@@ -253,10 +260,9 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
     # The Trainer takes any keyword only to refuse it with a good message of its own.
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters) and target is not Trainer
     name = getattr(target, "__name__", str(target))
-    for key in arguments:
+    for key, value in arguments.items():
         if key not in named and not takes_any:
-            known = ", ".join(named) or "none"
-            raise ConfigError(f"{where}.{key} is not known{nearest(key, named)} ({name} takes: {known})")
+            raise ConfigError(f"{where}.{key} is not known{advice(name, key, named, value)}")
     for key, one in named.items():
         if one.default is one.empty and key not in arguments:
             raise ConfigError(f"{where}.{key} is missing, and {name} needs it; add {where}.{key}=VALUE")
@@ -270,13 +276,18 @@ def _locate(target: Any, where: str) -> Callable[..., Any]:
     found, rest = _import_longest(words, where)
     for word in rest:
         if not hasattr(found, word):
-            raise ConfigError(
-                f"{where}.{TARGET}={target!r}: {found.__name__} has no {word!r}{nearest(word, dir(found))}"
-            )
+            near = nearest(word, _nameable(found, last=word is rest[-1]))
+            raise ConfigError(f"{where}.{TARGET}={target!r}: {found.__name__} has no {word!r}{near}")
         found = getattr(found, word)
     if not callable(found):
         raise ConfigError(f"{where}.{TARGET}={target!r} is a {type(found).__name__}; name a class or a function")
     return found  # type: ignore[no-any-return]
+
+
+def _nameable(holder: Any, *, last: bool) -> list[str]:
+    """What a ``_target_`` can name in ``holder``: as its ``last`` word no module."""
+    names = [name for name in dir(holder) if name[0] != "_"]
+    return [name for name in names if not (last and isinstance(vars(holder).get(name), ModuleType))]
 
 
 def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
@@ -302,19 +313,48 @@ def _modules_nearby() -> list[str]:
 
 def _build_part(content: Configuration, name: str) -> Any:
     """Returns module or data; what the environment says of it may be among its hyper-parameters."""
-    part = _build(content.get(name))
+    part = _build(content.get(name), name)
     if part is not None and exposes(content[name], content.written[name]):
         part.hparams_private = True
     return part
 
 
-def _build(node: Any) -> Any:
+def _build(node: Any, where: str) -> Any:
     """Returns ``node`` with every mapping that has a ``_target_`` replaced by what it describes, the innermost first."""
     if isinstance(node, list):
-        return [_build(one) for one in node]
+        return [_build(one, f"{where}.{index}") for index, one in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    built = {key: _build(value) for key, value in node.items()}
+    built = {key: _build(value, f"{where}.{key}") for key, value in node.items()}
     if TARGET not in built:
         return built
-    return _locate(built.pop(TARGET), "")(**built)
+    target = _locate(built.pop(TARGET), "")
+    try:
+        return target(**built)
+    except (TypeError, ValueError) as error:
+        _explain_building(target, built, where, error)
+        raise
+
+
+def _explain_building(target: Callable[..., Any], built: Mapping[str, Any], where: str, error: Exception) -> None:
+    """Raises :class:`ConfigError` where text stands for what is annotated as a number; else notes what was being built."""
+    if isinstance(error, ConfigError):
+        return
+    name = getattr(target, "__name__", str(target))
+    for key, value in built.items():
+        if isinstance(value, str) and (kind := _number_wanted(target, key)):
+            raise ConfigError(f"{where}.{key}={value!r} is text, and {name} takes {kind} ({error})") from error
+    given = ", ".join(f"{key}={value!r}" for key, value in built.items())
+    error.add_note(f"fabricamp: {where} of the configuration was being built: {name}({given})")
+
+
+def _number_wanted(target: Callable[..., Any], key: str) -> str:
+    """Returns the annotation of an argument that takes numbers alone, or nothing."""
+    try:
+        parameter = inspect.signature(target, eval_str=True).parameters.get(key)
+    except (ValueError, NameError, TypeError):
+        return ""
+    kind = None if parameter is None else parameter.annotation
+    kinds = set(get_args(kind) or (kind,))
+    numbers = kinds & {int, float, bool} and kinds <= {int, float, bool, type(None)}
+    return inspect.formatannotation(kind) if numbers else ""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from typing import TYPE_CHECKING
+
+from fabricamp.meanings import MEANINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,6 +17,9 @@ __all__ = [
     "DistributedError",
     "FabricampError",
     "NonFiniteError",
+    "UnknownArgumentError",
+    "advice",
+    "meant",
     "nearest",
     "without_address",
 ]
@@ -25,6 +31,10 @@ class FabricampError(Exception):
 
 class ConfigError(FabricampError, ValueError):
     """An argument, or a combination of arguments, module, data and machine that cannot work."""
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """A keyword that a class does not take: what Python itself calls a TypeError."""
 
 
 class DistributedError(FabricampError, RuntimeError):
@@ -43,6 +53,21 @@ def nearest(given: object, known: Iterable[str]) -> str:
     """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or nothing where none is near."""
     matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def meant(where: str, given: object, value: object = None) -> str:
+    """Returns ``"; write ..."`` for what is known by another name or form here, or nothing; ``where`` is a table of MEANINGS."""
+    name = str(given).lower().removeprefix("torch.")
+    for pattern, words in MEANINGS.get(where, {}).items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return f"; {words.format(name=name, value=repr(given if value is None else value))}"
+    return ""
+
+
+def advice(where: str, given: object, known: Iterable[str], value: object = None) -> str:
+    """Returns what to write instead of ``given``: by its meaning, else the nearest of ``known``, else all of these."""
+    known = list(known)
+    return meant(where, given, value) or nearest(given, known) or f" (known: {', '.join(known) or 'none'})"
 
 
 def without_address(value: object) -> str:

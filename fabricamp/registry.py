@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, meant, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,8 @@ class Registry(Generic[Part]):
         if builder is None:
             self._load_third_parties()
             builder = self._builders.get(name)
+        if builder is None and (cure := meant(self._argument, name)):
+            raise ConfigError(f"{self._argument}={name!r} is not known{cure}")
         if builder is None:
             known = ", ".join(repr(other) for other in self.names()) or "no name so far"
             raise ConfigError(

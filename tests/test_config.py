@@ -45,6 +45,11 @@ class Data(DataModule):
         super().__init__()
         self.size, self.options = size, options
 
+class Typed(Net):
+    def __init__(self, width: int, rate: "float | None" = None):
+        super().__init__(width % 4)
+        self.rate = (rate or 1) * 1.0
+
 class Pair:
     def __init__(self, left, right=0):
         self.left, self.right = left, right
@@ -128,9 +133,19 @@ def test_the_seed_comes_before_the_module(folder):
             "module.inner={_target_: parts_of_config.Pair}",
             r"module\.inner\.left is missing.*add module\.inner\.left=VALUE",
         ),
+        ("trainer.amp_level=O2", r"trainer\.amp_level is not known; write precision='O2'$"),
+        (
+            "optimizer.lr=0.1",
+            r"'optimizer' is no section of a configuration; the module makes .*: write module\.lr=0\.1$",
+        ),
+        ("max_epochs=3", r"'max_epochs' is no section of a configuration; write trainer\.max_epochs$"),
+        (
+            "trainer.logger={_target_: fabricamp.loggers.TensorBoard, save_dir: x}",
+            r"fabricamp\.loggers has no 'TensorBoard'; did you mean 'TensorBoardLogger'\?$",
+        ),
         ("module._target_=parts_of_config.Met", r"has no 'Met'; did you mean 'Net'"),
         ("module._target_=part_of_config.Net", r"no module 'part_of_config'.*did you mean 'parts_of_config'"),
-        ("module._target_=fabricamp.kallbacks.X", r"fabricamp has no 'kallbacks'"),
+        ("module._target_=fabricamp.kallbacks.X", r"fabricamp has no 'kallbacks'; did you mean 'callbacks'"),
         ("module._target_=parts_of_config.NUMBER", r"is a int; name a class or a function"),
         ("module._target_=parts_of_config.Data", r"is no TrainingModule"),
         ("data._target_=parts_of_config.Net", r"is no DataModule"),
@@ -168,6 +183,25 @@ def test_mistakes_are_told_before_anything_is_built(folder, override, message):
 def test_a_value_that_the_trainer_refuses(folder):
     with pytest.raises(ConfigError, match="precision='O9' is not known"):
         build_parts(read(folder, "trainer.precision=O9"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("module.width=abc", r"module\.width='abc' is text, and Typed takes int \(not all arguments converted"),
+        ("module.rate=fast", r"module\.rate='fast' is text, and Typed takes float \| None \(can't multiply"),
+    ],
+)
+def test_text_where_a_constructor_needs_a_number(folder, override, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        build_parts(read(folder, "module._target_=parts_of_config.Typed", override))
+
+
+def test_what_a_constructor_raises_says_what_was_being_built(folder):
+    with pytest.raises(TypeError, match="unsupported operand") as error:
+        build_parts(read(folder, "module._target_=parts_of_config.Typed", "module.width=[3]"))
+    (note,) = error.value.__notes__
+    assert note == "fabricamp: module of the configuration was being built: Typed(width=[3])"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fabricamp.keywords import NamesKeywords
 from fabricamp.registry import Registry
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 
-class Callback:
+class Callback(NamesKeywords):
     """Something that happens beside training.  Override what you need: hooks that nobody overrides cost nothing.
 
     ``help("fabricamp.hooks")`` shows the order in which hooks run.

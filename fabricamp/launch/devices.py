@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, meant, nearest
 
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Environment
@@ -26,6 +26,8 @@ def resolve_devices(
     GPUs are counted without initialising CUDA, so that the process can still be forked afterwards.
     """
     if accelerator not in ACCELERATORS:
+        if cure := meant("accelerator", accelerator):
+            raise ConfigError(f"accelerator={accelerator!r} is not known{cure}")
         known = ", ".join(repr(name) for name in ACCELERATORS)
         raise ConfigError(
             f"accelerator={accelerator!r} is not known{nearest(accelerator, ACCELERATORS)} (allowed: {known})"
@@ -66,7 +68,7 @@ def _parse_text(devices: str) -> int | list[int]:
             return [int(part) for part in devices.split(",") if part.strip()]
         return int(devices)
     except ValueError:
-        raise ConfigError(f"devices={devices!r} cannot be read{nearest(devices, ['auto'])}; {_FORMS}") from None
+        raise ConfigError(f"devices={devices!r} cannot be read{nearest(devices, ['auto'])} ({_FORMS})") from None
 
 
 def _cpu_processes(devices: object, wanted: int | list[int], automatic: int) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.keywords import NamesKeywords
 from fabricamp.loggers.trouble import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Logger:
+class Logger(NamesKeywords):
     """Takes the values of a flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
 
     An ``OSError`` (a full disk, a server that cannot be reached) out of any method costs the values, not the run: it is told

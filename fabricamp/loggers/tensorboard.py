@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, advice
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 
@@ -53,8 +53,7 @@ class TensorBoardLogger(RunFolderLogger):
         for option in options:
             if option not in _OPTIONS:
                 raise ConfigError(
-                    f"TensorBoardLogger has no option {option!r}{nearest(option, (*_OPTIONS, *_OWN))} (known: "
-                    f"{', '.join((*_OWN, *_OPTIONS))})"
+                    f"TensorBoardLogger has no option {option!r}{advice('TensorBoardLogger', option, (*_OWN, *_OPTIONS))}"
                 )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric

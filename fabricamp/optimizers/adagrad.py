@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fabricamp.errors import ConfigError
 from fabricamp.ops import AdagradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.refusals import at_least_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,8 +38,8 @@ class FusedAdagrad(FusedOptimizer):
         lr_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        if not lr_decay >= 0:
-            raise ConfigError(f"FusedAdagrad got lr_decay={lr_decay!r}; it has to be 0 or more")
+        if not at_least_0(lr_decay):
+            raise ConfigError(f"FusedAdagrad got lr_decay={lr_decay!r}; it has to be a number from 0 on")
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": lr_decay, "maximize": maximize}
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         self.set_grad_none = set_grad_none

@@ -13,6 +13,7 @@ from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
@@ -29,7 +30,7 @@ _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(NamesKeywords, Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory.
 
     A subclass has a kind of rule, which names the state and has kernel and reference, and makes one for a group in :meth:`_rule`.
@@ -70,7 +71,7 @@ class FusedOptimizer(Optimizer):
     _changes = 0
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        _check(type(self).__name__, defaults)
+        _check(type(self).__name__, params, defaults)
         super().__init__(params, defaults)
 
     # -- what a subclass writes ------------------------------------------------------------------------------------------------
@@ -349,13 +350,20 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.options}}
 
 
-def _check(name: str, defaults: dict[str, Any]) -> None:
+def _check(name: str, params: object, defaults: dict[str, Any]) -> None:
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise ConfigError(
+            f"{name} got a {type(params).__name__}; give its parameters: {name}(module.parameters(), ...)"
+        )
     for key in ("lr", "eps", "weight_decay"):
         value = defaults.get(key, 0.0)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ConfigError(f"{name} got {key}={value!r}; a tensor has to have one element")
-        if value is not required and not isinstance(value, Tensor) and not value >= 0:
-            raise ConfigError(f"{name} got {key}={value!r}; it has to be 0 or more")
-    for beta in defaults.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ConfigError(f"{name} got betas={defaults['betas']!r}; each has to be at least 0 and less than 1")
+        if value is not required and not isinstance(value, Tensor) and not refusals.at_least_0(value):
+            raise ConfigError(f"{name} got {key}={value!r}; it has to be a number from 0 on")
+    betas = defaults.get("betas", ())
+    for beta in betas if isinstance(betas, (tuple, list)) else (None,):
+        if not (refusals.at_least_0(beta) and beta < 1):
+            raise ConfigError(
+                f"{name} got betas={defaults['betas']!r}; it has to be two numbers, each at least 0 and less than 1"
+            )

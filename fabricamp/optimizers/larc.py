@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 from fabricamp.ops import LarcRule, Steering
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
-from fabricamp.optimizers.refusals import refuse_rebuild, refuse_unreadable
+from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fabricamp import ops
 
 
-class LARC(Optimizer):
+class LARC(NamesKeywords, Optimizer):
     """Rewrites the gradients of ``optimizer``, then steps it: each layer's rate follows the ratio of its norms.
 
     The rate of a layer is ``trust_coefficient * |weight| / (|gradient| + weight_decay * |weight| + eps)``; with ``clip`` the
@@ -52,8 +53,8 @@ class LARC(Optimizer):
                 "optimizer that reads each gradient once a step"
             )
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
-            if not value >= 0:
-                raise ConfigError(f"LARC got {name}={value!r}; it has to be 0 or more")
+            if not at_least_0(value):
+                raise ConfigError(f"LARC got {name}={value!r}; it has to be a number from 0 on")
         # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 class UnsupportedError(ConfigError, RuntimeError):
     """What a fused optimizer refuses; a ``RuntimeError`` too, as apex's users expect."""
+
+
+def at_least_0(value: Any) -> bool:
+    """Whether ``value`` is a number, or a tensor with one, that is not negative (nor nan)."""
+    try:
+        return bool(value >= 0)
+    except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several elements
+        return False
 
 
 def is_wrapper(tensor: Tensor | None) -> bool:

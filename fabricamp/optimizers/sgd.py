@@ -10,6 +10,7 @@ from torch.optim.optimizer import required
 from fabricamp.errors import ConfigError
 from fabricamp.ops import Rule, SgdRule
 from fabricamp.optimizers.base import FusedOptimizer
+from fabricamp.optimizers.refusals import at_least_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,8 +59,8 @@ class FusedSGD(FusedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not momentum >= 0:
-            raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be 0 or more")
+        if not at_least_0(momentum):
+            raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be a number from 0 on")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ConfigError(
                 f"FusedSGD(nesterov=True) needs momentum and no dampening, got momentum={momentum!r}, dampening={dampening!r}"

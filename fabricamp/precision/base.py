@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from torch import Tensor
 
 from fabricamp.gradients.flat import IN_PLACE, Gradients
+from fabricamp.keywords import NamesKeywords
 from fabricamp.precision.plain_step import PLAIN, Stepper
 from fabricamp.registry import Registry
 
@@ -43,7 +44,7 @@ NOT_CONVERTED: Final = Conversion(lambda: None, lambda state: state)
 """A module as it came."""
 
 
-class Precision:
+class Precision(NamesKeywords):
     """Full precision: what the module brought, autograd's gradients, torch's own clipping.
 
     One update window is ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer, then, where

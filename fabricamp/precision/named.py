@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, meant, nearest
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.true import TruePrecision
@@ -49,6 +49,8 @@ def precision_name(precision: Precision) -> str:
 
 
 def _by_name(value: str | int) -> Precision:
+    if isinstance(value, torch.dtype) and (cure := meant("precision", value)):
+        raise ConfigError(f"precision={value!r} is not allowed{cure}")
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(
             f"precision={value!r} is not allowed; give a name ({', '.join(map(repr, PRECISIONS.names()))}) or an object such as "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest
 from fabricamp.gradients.flat import IN_PLACE, Gradients
+from fabricamp.keywords import NamesKeywords
 from fabricamp.registry import Registry
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Environment:
     name: str = "single"
 
 
-class Strategy:
+class Strategy(NamesKeywords):
     """One process on one device; the base of the others, which override what differs between processes."""
 
     name: ClassVar[str] = "single"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.data.lengths import check_limit
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
 
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
 
 NO_LIMIT = -1
 """``max_epochs`` and ``max_steps`` of a training that something else ends."""
-
-# Arguments of Lightning's Trainer that have another form here: the nearest name would lead astray.
-LIGHTNINGS = {
-    "barebones": "leave it out: what is switched off costs nothing (logger=False, enable_progress_bar=False, and so on)",
-    "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False) for what loggers shall not get",
-    "model_registry": "leave it out, and upload ModelCheckpoint's best_model_path after fit",
-    "plugins": "pass precision= and strategy= an object, such as OptLevel('O2', loss_scale=128.0) or DDP(bucket_cap_mb=50)",
-    "profiler": "leave it out, and run torch.profiler around fit or in a Callback",
-    "reload_dataloaders_every_n_epochs": "leave it out, and give the dataset or sampler a set_epoch(epoch), called before each one",
-    "suggest_integrations": "leave it out",
-}
 
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "barebones": False,
@@ -114,7 +103,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
         if trial
         else _all_or(check_number("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, endless=True)),
         log_every_n_steps=check_number("log_every_n_steps", given["log_every_n_steps"], least=1),
-        accumulate_grad_batches=check_number("accumulate_grad_batches", given["accumulate_grad_batches"], least=1),
+        accumulate_grad_batches=check_accumulation("accumulate_grad_batches", given["accumulate_grad_batches"]),
         clip=as_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
         nan_policy=check_choice("nan_policy", given["nan_policy"], (*NAN_POLICIES, None)),
         deterministic=check_flag("deterministic", given["deterministic"], others=("warn",)),
@@ -151,6 +140,16 @@ def _trial_batches(value: Any) -> int:
 def check_number(name: str, value: Any, *, least: int, endless: bool = False) -> int:
     """Returns a whole number from ``least``, or -1 where ``endless``."""
     return check_count(name, value, least=least, endless=endless) or 0
+
+
+def check_accumulation(name: str, value: Any) -> int:
+    """Returns a whole number from 1; a schedule by epochs is refused with the way it is done here."""
+    if isinstance(value, dict):
+        raise ConfigError(
+            f"{name}={value!r} is a schedule; give a whole number from 1, fit as far as it holds, then set trainer.{name} and "
+            "trainer.max_epochs and fit again, which goes on"
+        )
+    return check_number(name, value, least=1)
 
 
 def check_limit_of(name: str, value: Any) -> int | float:
@@ -207,9 +206,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
     for name, value in given.items():
         if name in LIGHTNINGS_DEFAULTS and value == LIGHTNINGS_DEFAULTS[name]:
             continue
-        if name in LIGHTNINGS:
-            raise ConfigError(f"Trainer has no argument {name!r}, which is Lightning's; {LIGHTNINGS[name]}")
-        raise ConfigError(f"Trainer has no argument {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+        raise UnknownArgumentError(f"Trainer has no argument {name!r}{advice('Trainer', name, known, value)}")
 
 
 def refuse_unknown_data(entry: str, given: Mapping[str, Any]) -> None:
@@ -224,8 +221,8 @@ def refuse_unknown_data(entry: str, given: Mapping[str, Any]) -> None:
                 f"{entry}(weights_only=False) would let a file run code; leave it out: files hold plain values"
             )
         meant = "model" if name == "module" else _loaders_meant(name, known)
-        cure = f"; give {meant}=..." if meant else nearest(name, known)
-        raise ConfigError(f"{entry} has no argument {name!r}{cure} (known: {', '.join(known)})")
+        cure = f"; give {meant}=..." if meant else advice(entry, name, known)
+        raise UnknownArgumentError(f"{entry} has no argument {name!r}{cure}")
 
 
 def _loaders_meant(name: str, known: Sequence[str]) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
+from fabricamp import callbacks
 from fabricamp.callbacks.base import CALLBACKS, Callback
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.loggers.base import Logger
@@ -13,22 +15,34 @@ from fabricamp.not_offered import lightnings
 def as_callbacks(value: Any) -> list[Callback]:
     """Returns a list of callbacks from one, several, names among them, or None."""
     given = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    callbacks = [CALLBACKS.build(one) if isinstance(one, str) else one for one in given]
-    for one in callbacks:
+    found = [_by_name(one) if isinstance(one, str) else one for one in given]
+    for one in found:
         if not isinstance(one, Callback):
-            hint = "; give an instance, not the class" if isinstance(one, type) else ""
+            hint = f"; give an instance: {one.__name__}(...)" if isinstance(one, type) else ""
             raise ConfigError(
                 f"callbacks: {words}"
                 if (words := lightnings(one))
                 else f"callbacks holds {without_address(one)}, which is not a fabricamp Callback{hint}"
             )
-    keys = [one.state_key for one in callbacks]
-    for one, key in zip(callbacks, keys, strict=True):
+    keys = [one.state_key for one in found]
+    for one, key in zip(found, keys, strict=True):
         if keys.count(key) > 1 and one.state_dict():
             raise ConfigError(
                 f"two callbacks have the state key {key!r}; give them different arguments, or override state_key"
             )
-    return callbacks
+    return found
+
+
+def _by_name(name: str) -> Callback:
+    """The callback that a third party has registered under ``name``."""
+    if name in CALLBACKS.names():
+        return CALLBACKS.build(name)
+    matches = difflib.get_close_matches(name, callbacks.__all__, n=1)
+    meant = matches[0] if matches else "ModelCheckpoint"
+    raise ConfigError(
+        f"callbacks={name!r} is a name that nobody has registered; write callbacks=[{meant}(...)], in a configuration "
+        f"_target_: fabricamp.callbacks.{meant}"
+    )
 
 
 def as_loggers(value: Any) -> list[Logger] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from fabricamp.trainer.arguments import as_clip, check_cadence, check_limit_of, check_number
+from fabricamp.trainer.arguments import as_clip, check_accumulation, check_cadence, check_limit_of, check_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,9 +48,7 @@ class TrainerLimits:
     )
     min_epochs = _Setting(functools.partial(check_number, least=0), "The epochs that a stop request has to wait for.")
     min_steps = _Setting(functools.partial(check_number, least=0), "The steps that a stop request has to wait for.")
-    accumulate_grad_batches = _Setting(
-        functools.partial(check_number, least=1), "The number of micro-batches in a step."
-    )
+    accumulate_grad_batches = _Setting(check_accumulation, "The number of micro-batches in a step.")
     log_every_n_steps = _Setting(
         functools.partial(check_number, least=1), "The number of steps between two flushes of logged values."
     )

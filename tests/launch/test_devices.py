@@ -68,7 +68,8 @@ def test_each_task_may_see_only_its_own_gpu(gpus):
     ("there", "accelerator", "devices", "message"),
     [
         (0, "gpuu", "auto", "did you mean 'gpu'"),
-        (0, "tpu", "auto", "allowed: 'auto', 'cpu', 'gpu', 'cuda'"),
+        (0, "gqv", "auto", "allowed: 'auto', 'cpu', 'gpu', 'cuda'"),
+        (0, "tpu", "auto", "TPUs are not offered: write 'cpu', 'gpu' or 'auto'"),
         (0, "gpu", 1, "sees none here"),
         (0, "cpu", 0, "1 or more"),
         (0, "cpu", -1, "1 or more"),

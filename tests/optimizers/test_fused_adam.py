@@ -369,7 +369,10 @@ def test_sparse_and_unknown_things_are_refused(kernel_device):
         ({"amsgrad": True}, "no amsgrad"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": torch.tensor([1e-3, 1e-4])}, "one element"),
+        ({"lr": "fast"}, "lr='fast'; it has to be a number from 0 on"),
         ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": 0.9}, "betas=0.9; it has to be two numbers"),
+        ({"betas": (0.9, "x")}, "betas=.*; it has to be two numbers"),
         ({"eps": float("nan")}, "eps"),
         ({"master_weights": True}, "capturable"),
     ],
@@ -377,6 +380,14 @@ def test_sparse_and_unknown_things_are_refused(kernel_device):
 def test_options_that_cannot_work(options, message):
     with pytest.raises(ConfigError, match=message):
         FusedAdam([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_a_module_in_place_of_its_parameters():
+    with pytest.raises(
+        ConfigError, match=r"FusedAdam got a Linear; give its parameters: FusedAdam\(module\.parameters\(\)"
+    ):
+        FusedAdam(nn.Linear(1, 1))
+    FusedAdam(nn.ParameterList([nn.Parameter(torch.ones(1))]))
 
 
 def test_the_old_arguments_of_step_are_refused():

@@ -63,7 +63,8 @@ def test_an_object_is_taken_as_it_is():
         (8, "known: "),
         (None, "OptLevel"),
         (True, "OptLevel"),
-        (torch.float16, "OptLevel"),
+        (torch.float16, "write '16-mixed'.*or '16-true'"),
+        (torch.int8, "OptLevel"),
     ],
 )
 def test_unknown_names(value, told):

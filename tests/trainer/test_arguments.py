@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
+import torch
 
 from fabricamp import Callback, ConfigError, Trainer
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.trainer.arguments import LIGHTNINGS
+from fabricamp.meanings import MEANINGS
 from tests.small import QUIET
 
 WRONG = {
@@ -81,12 +83,65 @@ def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
         Trainer(**QUIET, **{typo: 1})
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_what_only_lightning_has_gets_the_way_it_is_done_here_and_no_wrong_guess(name):
-    with pytest.raises(ConfigError, match=f"no argument '{name}', which is Lightning's; ") as error:
+@pytest.mark.parametrize("name", MEANINGS["Trainer"])
+def test_what_others_have_gets_the_way_it_is_done_here_and_no_guess_by_letters(name):
+    arguments = inspect.signature(Trainer.__init__).parameters
+    with pytest.raises(ConfigError, match=f"no argument '{name}'; ") as error:
         Trainer(**QUIET, **{name: 3})
-    assert "did you mean" not in str(error.value)
-    assert name not in inspect.signature(Trainer.__init__).parameters
+    message = str(error.value)
+    assert "did you mean" not in message
+    assert "known:" not in message
+    assert len(message) < 200
+    assert name not in arguments
+    assert all(one in arguments for one in re.findall(r"write (\w+)=", message))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"amp_backend": "apex"}, "leave it out: apex's opt levels are precision='O1' or 'O2'"),
+        ({"amp_level": "O2"}, "write precision='O2'"),
+        ({"epochs": 3}, "write max_epochs=3"),
+        ({"gpus": 2}, "write accelerator='gpu', devices=2"),
+        ({"num_processes": 2}, "write devices=2"),
+        ({"tpu_cores": 8}, "TPUs are not offered"),
+        ({"resume_from_checkpoint": "x.ckpt"}, "call fit(..., ckpt_path='x.ckpt')"),
+        ({"replace_sampler_ddp": False}, "write use_distributed_sampler=False"),
+        ({"distributed_backend": "ddp"}, "write strategy='ddp'"),
+        ({"terminate_on_nan": True}, "write nan_policy='raise'"),
+        ({"loss_scale": 128.0}, "write precision=OptLevel('O2', loss_scale=128.0)"),
+        ({"precision": "fp16"}, "write '16-mixed' (autocast over fp32 weights) or '16-true'"),
+        ({"precision": "Half"}, "write '16-mixed'"),
+        ({"precision": torch.float16}, "write '16-mixed'"),
+        ({"precision": "bfloat16"}, "write 'bf16-mixed'"),
+        ({"strategy": "fsdp"}, "models larger than a GPU are not offered"),
+        ({"strategy": "deepspeed_stage_2"}, "models larger than a GPU are not offered"),
+        ({"accelerator": "tpu"}, "TPUs are not offered"),
+        ({"accelerator": "mps"}, "a Mac runs accelerator='cpu'"),
+        (
+            {"accumulate_grad_batches": {0: 2}},
+            "set trainer.accumulate_grad_batches and trainer.max_epochs and fit again",
+        ),
+        (
+            {"callbacks": "early_stopping"},
+            "write callbacks=[EarlyStopping(...)], in a configuration _target_: fabricamp",
+        ),
+        ({"callbacks": ModelCheckpoint}, "give an instance: ModelCheckpoint(...)"),
+    ],
+)
+def test_what_was_meant_is_told_and_the_list_of_names_is_not(given, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as error:
+        Trainer(**{**QUIET, **given})
+    assert "known:" not in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["precision", "strategy", "accelerator"])
+def test_names_of_others_name_what_there_is(argument):
+    for pattern, words in MEANINGS[argument].items():
+        with pytest.raises(ConfigError, match=re.escape(words.partition("{")[0])):
+            Trainer(**{**QUIET, argument: pattern.rstrip("*")})
+        for name in re.findall(r"write '([\w-]+)'", words):
+            Trainer(**{**QUIET, argument: name}) if name != "gpu" else None
 
 
 @pytest.mark.parametrize(

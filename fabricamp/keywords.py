@@ -1,0 +1,72 @@
+"""Keywords that a class does not take: refused by its own name, with what was probably meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import UnknownArgumentError, meant, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class NamesKeywords:
+    """Lets the constructors of subclasses raise :class:`UnknownArgumentError`, where Python names a parent and no cure.
+
+    Signatures, docstrings and pickles are those of the class; whatever else goes wrong in a constructor stays as it is.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _refusing(cls, cls.__init__)  # type: ignore[method-assign]  # the same signature
+
+
+def _refusing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def initialize(self: object, *args: Any, **given: Any) -> None:
+        try:
+            init(self, *args, **given)
+        except TypeError:
+            _refuse_unknown(type(self), owner, init, given)
+            raise
+
+    return initialize
+
+
+def _refuse_unknown(kind: type, owner: type, init: Callable[..., None], given: dict[str, Any]) -> None:
+    """Raises for the first of ``given`` that ``init`` of ``owner`` does not take; the words speak of what was called."""
+    if _takes_any(init):
+        return
+    unknown = [name for name in given if name not in _keywords(init)]
+    if not unknown:
+        return
+    inits = list(_inits(kind, owner))
+    if all(map(_takes_any, inits)):
+        known = [name for one in (*inits, init) for name in _keywords(one)]
+    else:  # what was called passes on keywords of its own choice
+        kind, known = owner, list(_keywords(init))
+    name = unknown[0]
+    by_meaning = (meant(one.__name__, name, given[name]) for one in kind.__mro__)
+    cure = next(filter(None, by_meaning), nearest(name, known)) or f" (known: {', '.join(known)})"
+    raise UnknownArgumentError(f"{kind.__name__} has no argument {name!r}{cure}") from None
+
+
+def _inits(kind: type, owner: type) -> Iterator[Callable[..., None]]:
+    """The constructors of ``kind`` and its parents below ``owner``."""
+    for one in kind.__mro__:
+        if one is owner:
+            return
+        if "__init__" in vars(one):
+            yield vars(one)["__init__"]
+
+
+def _takes_any(init: Callable[..., None]) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(init).parameters.values())
+
+
+def _keywords(init: Callable[..., None]) -> Iterator[str]:
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    return (one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
