@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import inspect
-import numbers
-import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from fabricamp.environment import FromEnvironment, exposes, first_reference, resolved
-from fabricamp.errors import CheckpointError, ConfigError, nearest
+from fabricamp.checkpoint.plain import is_config, parts_of, resolved_config
+from fabricamp.environment import exposes, resolved
+from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,8 +60,17 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyperparameters, empty where none were saved; changes to it reach the next checkpoint."""
+        """The saved hyperparameters, empty where none were saved; changes to it reach the next checkpoint.
+
+        Where an OmegaConf container was saved as a whole it is that container.
+        """
         saved: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
+        return saved
+
+    @property
+    def hparams_initial(self) -> Hyperparameters:
+        """A copy of ``hparams`` as they were saved; objects other than collections are the same ones."""
+        saved: Hyperparameters = _copied(self.__dict__.get("_hparams_initial", Hyperparameters()))
         return saved
 
     @property
@@ -86,85 +93,93 @@ class HyperparametersMixin:
     def hparams_private(self, private: bool) -> None:
         self.__dict__["_hparams_private"] = private
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] | None = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self,
+        *names: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
         """Keeps the arguments of the ``__init__`` that calls it in ``hparams``: all, ``names``, or all but ``ignore``.
+
+        Arguments may be anything, and are the same objects in ``hparams``; lists, tuples and dicts are copied.  Files hold plain
+        data: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.
 
         Instead of names, one dict, Namespace or OmegaConf container can be given: its content is kept.  Where the
         ``__init__`` of a class and of its base both call it, both sets are kept and the class's own values win.
-        ``logger`` False keeps them from loggers.  Call it first: an argument assigned to since has its new value.
+        ``logger`` False keeps them from loggers.  ``frame`` is that of the ``__init__``, where a function in between calls this.
+        Call it first: an argument assigned to since has its new value.
+
+        >>> class Net(HyperparametersMixin):
+        ...     def __init__(self, lr: float = 0.1, activation=abs):
+        ...         self.save_hyperparameters()
+        >>> Net(0.5).hparams
+        {'lr': 0.5, 'activation': <built-in function abs>}
         """
-        frame = sys._getframe(1)
+        frame = frame or sys._getframe(1)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        content = _container(names[0]) if len(names) == 1 else None
-        if content is not None:
-            owner_arguments = frame.f_locals.items()
-            self.__dict__["_hparams_name"] = next((name for name, value in owner_arguments if value is names[0]), None)
-            overrides, source = True, names[0]
+        whole = names[0] if len(names) == 1 and _is_container(names[0]) else None
+        if whole is not None:
+            self.__dict__["_hparams_name"] = next((name for name, one in frame.f_locals.items() if one is whole), None)
+            source, overrides = whole, True
         else:
             content = _chosen(_arguments(frame, self), names)
             source = {name: value for name, value in content.items() if name not in ignored}
             overrides = _is_outermost(frame, self)
         if _exposes(source):
             self.__dict__["_hparams_private"] = True
-        kept = {name: _checkpointable(value, name, name) for name, value in content.items() if name not in ignored}
-        for name, value in kept.items():
-            if overrides or name not in self.hparams:
-                self.hparams[name] = value
+        if is_config(source) and not self.hparams and not ignored & source.keys():
+            self.__dict__["_hparams"] = source
+        else:
+            self._keep({name: value for name, value in _content(source).items() if name not in ignored}, overrides)
+        self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger
 
-
-def saved_arguments(checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns the hyper-parameters of a checkpoint; raises :class:`CheckpointError` where they are no arguments."""
-    saved, name = checkpoint.get("hyper_parameters", {}), checkpoint.get("hparams_name")
-    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
-        raise CheckpointError(
-            f"{path}: its 'hyper_parameters' are {saved!r:.200}, not a dict of arguments; load the weights alone with "
-            "module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
-        )
-    if not isinstance(name, str | None):
-        raise CheckpointError(f"{path}: its 'hparams_name' is {name!r:.200}, not the name of an argument")
-    return dict(saved)
+    def _keep(self, content: dict[str, Any], overrides: bool) -> None:
+        hparams = self.hparams
+        if is_config(hparams):  # which takes no more than plain values
+            hparams = self.__dict__["_hparams"] = Hyperparameters(_content(hparams))
+        for name, value in content.items():
+            if overrides or name not in hparams:
+                hparams[name] = value if is_config(value) or isinstance(value, argparse.Namespace) else _copied(value)
 
 
-def check_references(arguments: Mapping[str, Any], path: str) -> None:
-    """Raises :class:`CheckpointError` for an argument of which the checkpoint holds a reference only.
-
-    It is not looked up: no file decides what is read from the environment.
-    """
-    for name, value in arguments.items():
-        if reference := first_reference(value):
-            raise CheckpointError(
-                f"{path} holds {reference} for the hyper-parameter {name!r}, and not the value that it had: pass it, as in "
-                f"load_from_checkpoint(path, {name}=...)"
-            )
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | argparse.Namespace)  # OmegaConf's are mappings
 
 
-def _container(value: Any) -> dict[str, Any] | None:
-    """The content of a dict, Namespace or OmegaConf container; None for anything else."""
+def _content(container: Any) -> dict[str, Any]:
+    """What is in a dict, Namespace or OmegaConf container."""
+    if isinstance(container, argparse.Namespace):
+        return dict(vars(container))
+    return resolved(container).values if is_config(container) else dict(container)
+
+
+def _copied(value: Any) -> Any:
+    """Collections in ``value`` as collections of their own, of the same objects."""
+    if is_config(value):
+        return copy.deepcopy(value)
     if isinstance(value, argparse.Namespace):
-        return dict(vars(value))
-    plain = _without_omegaconf(value)
-    return dict(plain) if isinstance(plain, Mapping) else None
-
-
-def _without_omegaconf(value: Any) -> Any:
-    if not type(value).__module__.startswith("omegaconf."):
-        return value
-    from omegaconf import OmegaConf
-
-    return resolved(value).values if OmegaConf.is_config(value) else value
+        return argparse.Namespace(**_copied(vars(value)))
+    if type(value) in (dict, Hyperparameters):
+        return type(value)({key: _copied(item) for key, item in value.items()})
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(item) for item in value)
+    return value
 
 
 def _exposes(value: Any) -> bool:
     """Whether ``value`` holds an OmegaConf container in which the environment says what a number or a flag is."""
-    if type(value).__module__.startswith("omegaconf."):
-        from omegaconf import OmegaConf
-
-        return OmegaConf.is_config(value) and exposes(*resolved(value))
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return any(map(_exposes, inner))
+    waiting, seen = [value], {}
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if is_config(one) and exposes(*resolved_config(one)):
+            return True
+        waiting += parts_of(one)
+    return False
 
 
 def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
@@ -207,35 +222,3 @@ def _is_outermost(frame: FrameType, owner: object) -> bool:
     """Whether ``frame`` runs the constructor of the object's own class, not of a base."""
     constructor = inspect.unwrap(getattr(type(owner), frame.f_code.co_name))
     return getattr(constructor, "__code__", None) is frame.f_code
-
-
-def _checkpointable(value: Any, path: str, name: str) -> Any:
-    """``value`` as what a checkpoint can hold: tensors, numbers, strings (also of paths), lists and dicts; else raises."""
-    value = _without_omegaconf(value)
-    if value is None or isinstance(value, bool | Tensor | bytes | os.PathLike | FromEnvironment):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, numbers.Number):
-        return _builtin_number(value)
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return value.item()
-    if isinstance(value, list | tuple):
-        items = [_checkpointable(item, f"{path}[{index}]", name) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, Mapping):
-        return {
-            _checkpointable(key, f"{path} key", name): _checkpointable(item, f"{path}.{key}", name)
-            for key, item in value.items()
-        }
-    raise ConfigError(
-        f"hyperparameter {path!r} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and "
-        f"dicts; convert it, or leave it out: save_hyperparameters(ignore=[{name!r}])"
-    )
-
-
-def _builtin_number(value: numbers.Number) -> int | float | complex:
-    """The number as Python's own type: NumPy's scalars and enums do not load under ``weights_only``."""
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else complex(value)  # type: ignore[call-overload]

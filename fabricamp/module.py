@@ -10,19 +10,20 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.arguments import MODULE, arguments_for
 from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, check_references, saved_arguments
+from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.precision.base import Clip
 from fabricamp.precision.plain_step import clip_gradients
 from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -356,26 +357,34 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls, checkpoint_path: str | Path, map_location: Any = "cpu", *, strict: bool = True, **overrides: Any
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = "cpu",
+        *,
+        strict: bool = True,
+        types: Iterable[type] = (),
+        **overrides: Any,
     ) -> Self:
-        """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights."""
+        """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights.
+
+        Enums, dataclasses and paths are such again where the annotations of ``__init__`` name their class, or ``types`` does.  A
+        checkpoint names no code to run: modules, functions, classes and partials have to be given as ``overrides``; raises
+        :class:`CheckpointError` that names them.
+        """
+        path = str(checkpoint_path)
         checkpoint = read_checkpoint(checkpoint_path, map_location=map_location)
-        arguments: dict[str, Any] = {**saved_arguments(checkpoint, str(checkpoint_path)), **overrides}
-        check_references(arguments, str(checkpoint_path))
-        if checkpoint.get("hparams_name"):
-            # save_hyperparameters(config): the class takes them as one argument.
-            arguments = {checkpoint["hparams_name"]: Hyperparameters(arguments)}
+        arguments = arguments_for(cls, checkpoint, MODULE, path, overrides, types)
         try:
             module = cls(**arguments)
         except TypeError as error:
             raise CheckpointError(
-                f"{cls.__name__} cannot be built from {checkpoint_path}: {error}; pass what is missing as keyword arguments, "
+                f"{cls.__name__} cannot be built from {path}: {error}; pass what is missing as keyword arguments, "
                 "or call self.save_hyperparameters() in __init__ before training"
             ) from error
         module.hparams_private = module.hparams_private or bool(checkpoint.get(PRIVATE))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
+        restore_weights(module, checkpoint, path, strict=strict)
         return module
 
 

@@ -6,7 +6,8 @@ import argparse
 import copy
 import dataclasses
 import enum
-import io
+import functools
+import inspect
 import pickle
 from pathlib import Path
 
@@ -134,65 +135,90 @@ def test_containers(config):
     assert type(configured.hparams["net"]) is Hyperparameters
 
 
-def test_omegaconf_values_become_plain():
-    class Net(HyperparametersMixin):
-        def __init__(self, optimizer):
-            self.save_hyperparameters()
+class Anything(HyperparametersMixin):
+    def __init__(self, **values):
+        self.save_hyperparameters()
 
-    hparams = Net(OmegaConf.create({"betas": [0.9, 0.99]})).hparams
-    assert hparams == {"optimizer": {"betas": [0.9, 0.99]}}
-    assert type(hparams.optimizer.betas) is list
+
+def test_omegaconf_containers_stay_what_they_are():
+    config = OmegaConf.create({"betas": [0.9, 0.99], "twice": "${width}", "width": 2})
+    assert Anything(optimizer=config).hparams.optimizer is config
+
+    class Whole(HyperparametersMixin):
+        def __init__(self, config, extra=None):
+            self.save_hyperparameters(config)
+            if extra:
+                self.save_hyperparameters("extra")
+
+    whole = Whole(config)
+    assert whole.hparams is config
+    assert whole.hparams_name == "config"
+    config.width = 3
+    assert (whole.hparams.twice, whole.hparams_initial.twice) == (3, 2)
+    assert type(whole.hparams_initial) is type(config)
+    together = Whole(config, extra=nn.ReLU()).hparams
+    assert (together.twice, type(together.extra)) == (3, nn.ReLU)
 
 
 class Level(enum.IntEnum):
     LOW = 3
 
 
-class Word(enum.StrEnum):
-    YES = "yes"
+@dataclasses.dataclass
+class Options:
+    width: int = 2
 
 
-def test_values_load_from_a_checkpoint():
-    class Net(HyperparametersMixin):
-        def __init__(self, **values):
-            self.save_hyperparameters()
-
-    values = {
-        "half": np.float64(0.5),
-        "three": np.int64(3),
-        "true": np.bool_(True),
-        "level": Level.LOW,
-        "word": Word.YES,
-        "nested": {"tensor": torch.ones(2), "tuple": (1, [2.0, None]), 4: "four"},
-        "complex": 1j,
-    }
-    hparams = Net(**values).hparams
-    assert [type(hparams[name]) for name in ("half", "three", "true", "level", "word")] == [float, int, bool, int, str]
-    file = io.BytesIO()
-    torch.save(dict(hparams), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)["nested"]["tuple"] == (1, [2.0, None])
-    assert Net(folder=Path("here")).hparams.folder == Path("here")
+OBJECTS = {
+    "module": nn.Linear(1, 1),
+    "function": print,
+    "lambda": lambda: 0,
+    "class": nn.ReLU,
+    "partial": functools.partial(torch.optim.SGD, lr=0.1),
+    "enum": Level.LOW,
+    "dataclass": Options(),
+    "path": Path("here"),
+    "array": np.zeros(2),
+    "scalar": np.float64(0.5),
+    "namespace": argparse.Namespace(a=1),
+    "dtype": torch.float16,
+    "bytes": b"1",
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (nn.Linear(1, 1), "'value' is a Linear"),
-        (print, "'value' is a builtin_function_or_method"),
-        ([1, {"deep": nn.ReLU()}], r"'value\[1\]\.deep' is a ReLU"),
-        ({object(): 1}, "'value key' is a object"),
-        (np.zeros(2), "'value' is a ndarray"),
-        ({1, 2}, "'value' is a set"),
-    ],
-)
-def test_what_a_checkpoint_cannot_hold_is_named(value, said):
-    class Net(HyperparametersMixin):
-        def __init__(self, value, lr=1):
-            self.save_hyperparameters()
+def test_in_memory_objects_stay():
+    hparams = Anything(**OBJECTS).hparams
+    assert all(hparams[name] is value for name, value in OBJECTS.items())
+    assert Anything(objects=list(OBJECTS.values())).hparams.objects[0] is OBJECTS["module"]
+    inner = Anything(inner={"net": OBJECTS["module"]}).hparams.inner
+    assert inner.net is OBJECTS["module"]
+    assert copy.deepcopy(Anything(**OBJECTS)).hparams.module is not OBJECTS["module"]
 
-    with pytest.raises(ConfigError, match=said + r".*ignore=\['value'\]"):
-        Net(value)
+
+def test_as_they_were_saved():
+    layers = [1, [2]]
+    one = Anything(layers=layers, net=OBJECTS["module"], lr=1, inner={"a": 1}, args=argparse.Namespace(b=[1]))
+    layers[1].append(3)
+    one.hparams.lr, one.hparams.inner.a = 2, 2
+    one.hparams.layers.append(4)
+    one.hparams.args.b.append(2)
+    initial = one.hparams_initial
+    assert (initial.layers, initial.lr, initial.inner.a, initial.args.b) == ([1, [2]], 1, 1, [1])
+    assert initial.net is OBJECTS["module"]
+    initial.lr = 5
+    assert one.hparams_initial.lr == 1
+    assert HyperparametersMixin().hparams_initial == {}
+
+
+def test_a_function_in_between_gives_the_frame():
+    class Between(HyperparametersMixin):
+        def __init__(self, lr, width=2):
+            self._keep_arguments()
+
+        def _keep_arguments(self):
+            self.save_hyperparameters(frame=inspect.currentframe().f_back)
+
+    assert Between(0.1).hparams == {"lr": 0.1, "width": 2}
 
 
 def test_misuse_is_named():

@@ -117,7 +117,7 @@ def test_asking_for_what_is_not_offered_raises_nothing():
 
 def test_entry_points_take_the_model_by_name():
     trainer, model = quiet_trainer(max_steps=2), Classifier()
-    trainer.fit(model=model, train_dataloaders=loader(), weights_only=True)
+    trainer.fit(model=model, train_dataloaders=loader(), weights_only=False)
     assert trainer.global_step == 2
     assert trainer.validate(model=model, dataloaders=loader(), verbose=False)
     assert trainer.test(model=model, dataloaders=loader(), verbose=False)
@@ -135,7 +135,6 @@ def test_entry_points_take_the_model_by_name():
         ("test", "test_dataloaders", "give dataloaders="),
         ("validate", "val_dataloaders", "give dataloaders="),
         ("predict", "dataloader", "give dataloaders="),
-        ("fit", "weights_only", "leave it out"),
     ],
 )
 def test_another_argument_is_refused_with_its_cure(entry, name, cure):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fabricamp.checkpoint.background import BackgroundWriter, HostCopy
-from fabricamp.checkpoint.content import check_content, plain
+from fabricamp.checkpoint.content import check_content
 from fabricamp.checkpoint.file import (
     PARTIAL_SUFFIX,
     copy_checkpoint,
@@ -12,6 +12,7 @@ from fabricamp.checkpoint.file import (
     write_checkpoint,
 )
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
+from fabricamp.checkpoint.plain import plain
 from fabricamp.checkpoint.record import read_together
 from fabricamp.checkpoint.search import Candidates, how_far, read_header
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
-import os
-import sys
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fabricamp.environment import FromEnvironment, resolved
 from fabricamp.errors import CheckpointError
 
 PRIVATE = "private"
 """The key of a checkpoint that only its owner may read."""
 
-_VALUES = frozenset(
+VALUES = frozenset(
     {bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout},
 )
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 _SEQUENCES = frozenset({list, tuple, set})
-_TENSORS = frozenset({Tensor, nn.Parameter})
+TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def check_content(value: object, name: str = "checkpoint") -> None:
@@ -39,7 +33,7 @@ def tensors_in(value: object, name: str = "checkpoint") -> list[Tensor]:
     waiting: list[tuple[str, object]] = [(name, value)]
     while waiting:
         path, item = waiting.pop()
-        if type(item) in _VALUES or id(item) in seen:
+        if type(item) in VALUES or id(item) in seen:
             continue
         seen.add(id(item))
         waiting.extend(_parts(path, item))
@@ -83,26 +77,6 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     return digest
 
 
-def plain(value: Any) -> Any:
-    """Returns ``value`` with OmegaConf containers, namespaces and other mappings as dicts, and paths as strings.
-
-    Interpolations are resolved, but for what the environment says: of that the reference is given.  Anything else stays what it is,
-    for :func:`check_content` to judge.
-    """
-    omegaconf = sys.modules.get("omegaconf")  # where nobody has imported it, no value is one of its containers
-    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
-        return plain(resolved(value, enum_to_str=True).written)
-    if isinstance(value, argparse.Namespace):
-        return plain(vars(value))
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value.reference if isinstance(value, FromEnvironment) else value
-
-
 def _parts(path: str, item: object) -> list[tuple[str, object]]:
     """What has to be looked at inside ``item``; raises where ``item`` itself cannot be loaded again."""
     kind = type(item)
@@ -114,7 +88,7 @@ def _parts(path: str, item: object) -> list[tuple[str, object]]:
     if kind in _SEQUENCES:
         assert isinstance(item, list | tuple | set)
         return [(f"{path}[{index}]", part) for index, part in enumerate(item)]
-    if kind in _TENSORS:
+    if kind in TENSORS:
         assert isinstance(item, Tensor)
         if item.is_meta:
             raise CheckpointError(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabricamp.checkpoint.content import PRIVATE, plain
+from fabricamp.checkpoint.arguments import DATA, MODULE
+from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.record import Section
 from fabricamp.errors import CheckpointError
@@ -56,12 +57,9 @@ class Weights(Section):
         """Returns them whole, the same on every rank."""
         module, datamodule = self.module, self.datamodule
         values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
-        if module.hparams:
-            values["hyper_parameters"] = plain(dict(module.hparams))
-            if module.hparams_name:
-                values["hparams_name"] = module.hparams_name
-        if datamodule is not None and datamodule.hparams:
-            values["datamodule_hyper_parameters"] = plain(dict(datamodule.hparams))
+        values |= MODULE.written(module)
+        if datamodule is not None:
+            values |= DATA.written(datamodule)
         if module.hparams_private or (datamodule is not None and datamodule.hparams_private):
             values[PRIVATE] = True
         return values

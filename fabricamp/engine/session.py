@@ -211,13 +211,15 @@ class Session:
         return [one for one in (self.source.datamodule, self.module) if one is not None and one.hparams]
 
     def _log_hyperparams(self) -> None:
-        owners = self._owners()
-        for owner in owners:
+        logged: dict[str, Any] = {}
+        for owner in self._owners():
+            written = plain(owner.hparams, private=owner.hparams_private)
             # Before training, not at the first checkpoint.
-            check_content(plain(dict(owner.hparams)), f"hyper-parameters of {type(owner).__name__}")
-        logged = {name: value for one in owners if one.logs_hyperparameters for name, value in one.hparams.items()}
+            check_content(written, f"hyper-parameters of {type(owner).__name__}")
+            if owner.logs_hyperparameters:
+                logged |= written
         if logged:
-            self.delivery.log_hyperparams(plain(logged))
+            self.delivery.log_hyperparams(logged)
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.files import replace_text
+from fabricamp.first_rank import started_rank
 from fabricamp.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def writes() -> bool:
     """Whether this process is the one that writes: rank 0 of the process group, or of what torchrun or SLURM started."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
+    return started_rank() == 0
 
 
 class RunFolderLogger(Logger):

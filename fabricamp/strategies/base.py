@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+import fabricamp.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
 from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.keywords import NamesKeywords

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from lightning_utilities.core.rank_zero import (
@@ -13,6 +12,8 @@ from lightning_utilities.core.rank_zero import (
     rank_zero_only,
     rank_zero_warn,
 )
+
+import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions look at
 
 __all__ = [
     "WarningCache",
@@ -37,10 +38,6 @@ class _UntilConfigured(logging.StreamHandler[Any]):
 
 _LOG.addHandler(_UntilConfigured())
 _LOG.setLevel(logging.INFO)
-
-if getattr(rank_zero_only, "rank", None) is None:
-    # Before a Trainer takes its place among the processes, which sets it: as torchrun, SLURM or a Trainer started this one.
-    rank_zero_only.rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)  # type: ignore[attr-defined]
 
 
 @rank_zero_only

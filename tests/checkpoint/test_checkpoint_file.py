@@ -318,7 +318,7 @@ def test_plain():
         "args": {"inner": [1, 2]},
         "ordered": {"a": (1, [3])},
         "path": "data/x",
-        "other": Odd,
+        "other": "tests.checkpoint.test_checkpoint_file.Odd",
     }
     assert type(plain(given)["config"]) is dict
 

@@ -24,7 +24,6 @@ MISSING = {
     "fine_tuning": "callback_metrics at Lightning's moments",
     "finetuning_callback": "callbacks.BaseFinetuning",
     "gan": "trainer.fit_loop.total_batch_idx",
-    "hydra_template": "save_hyperparameters of modules and partials",
     "k_fold": "trainer.optimizers after validate",
     "lora": "callback_metrics at Lightning's moments",
     "metric_collection": "callback_metrics at Lightning's moments",
@@ -37,11 +36,25 @@ MISSING = {
 }
 """Programs that wait for a feature, by what is missing."""
 
+ON_PURPOSE = {
+    # save_top_k=1 keeps the file before the best one, in case that one is damaged (docs/reliability.md).
+    "hydra_template": {"files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"}
+}
+"""Lines of Lightning's, by program, and what stands there instead."""
+
 LAST_DIGITS = 3e-7
 """An epoch's mean is summed in fp64 here and in fp32 there: what is printed of it may differ by two roundings of fp32."""
 
 OTHER_MACHINE = 1e-2
 """Where torch itself sums in another order, losses differ after some steps."""
+
+
+def expected(name):
+    """What Lightning printed, but for what is different on purpose."""
+    lines = recorded(name).splitlines()
+    for line, ours in ON_PURPOSE.get(name, {}).items():
+        lines[lines.index(line)] = ours
+    return "\n".join(lines)
 
 
 @functools.cache
@@ -50,10 +63,10 @@ def torch_computes_the_same():
     return printed("by_hand", "fabricamp") == recorded("by_hand")
 
 
-def differences(expected, given):
+def differences(recording, given):
     """Lines that differ: weights by a bit, others by more than the last digits of their numbers."""
     tolerance = LAST_DIGITS if torch_computes_the_same() else OTHER_MACHINE
-    for one, two in itertools.zip_longest(expected.splitlines(), given.splitlines(), fillvalue="(no line)"):
+    for one, two in itertools.zip_longest(recording.splitlines(), given.splitlines(), fillvalue="(no line)"):
         exact = one.startswith("weights") and torch_computes_the_same()
         if one != two if exact else not nearly(one, two, tolerance):
             yield f"\nLightning  {one}\nfabricamp  {two}"
@@ -67,7 +80,7 @@ def programs():
 
 @pytest.mark.parametrize("name", programs())
 def test_prints_what_lightning_printed(name):
-    different = list(differences(recorded(name), printed(name, "fabricamp")))
+    different = list(differences(expected(name), printed(name, "fabricamp")))
     assert not different, "".join(different)
 
 

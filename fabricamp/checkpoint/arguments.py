@@ -1,0 +1,123 @@
+"""From the hyper-parameters in a checkpoint to the arguments that a module, or a DataModule, is built with again."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fabricamp.checkpoint.plain import described
+from fabricamp.checkpoint.typed import interpolates, named_types, rebuilt
+from fabricamp.environment import first_reference
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
+
+
+@dataclass(frozen=True)
+class Places:
+    """Under which keys a checkpoint has hyper-parameters."""
+
+    values: str
+    types: str
+    """Notes of what the values were."""
+    name: str
+    """The one argument that they were, where it was one."""
+
+    def written(self, owner: HyperparametersMixin) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the ``owner``'s hyper-parameters; nothing where there are none."""
+        if not owner.hparams:
+            return {}
+        values, notes = described(owner.hparams, private=owner.hparams_private)
+        found = {self.values: values, self.types: notes, self.name: owner.hparams_name}
+        return {key: value for key, value in found.items() if value}
+
+
+MODULE = Places("hyper_parameters", "hyper_parameter_types", "hparams_name")
+DATA = Places("datamodule_hyper_parameters", "datamodule_hyper_parameter_types", "datamodule_hparams_name")
+
+
+def arguments_for(
+    owner: type,
+    checkpoint: Mapping[str, Any],
+    places: Places,
+    path: str,
+    given: Mapping[str, Any],
+    types: Iterable[type],
+) -> dict[str, Any]:
+    """Returns the arguments that build ``owner`` from ``checkpoint``, read from ``path``; what is ``given`` replaces them.
+
+    ``types`` are classes that hyper-parameters are made of again, beside those in the annotations of ``owner``'s constructor.
+    Raises :class:`CheckpointError` where a value is not in the file, as of a module or a function: it has to be given.
+    """
+    types = _checked(types)
+    saved, name = _saved(checkpoint, places, path)
+    parameters = inspect.signature(owner).parameters
+    named = {key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    whole = name if name in named else None
+    if whole in given:
+        return dict(given)
+    needed = {key: value for key, value in saved.items() if key not in given}
+    _check_references(needed, path)
+    try:
+        values, absent = rebuilt(needed, checkpoint.get(places.types, []), named_types(owner, types))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if absent:
+        calls = ", ".join(f"{key}=..." for key in absent)
+        raise CheckpointError(
+            f"{path}: the hyper-parameter {'; '.join(absent.values())}; pass what is missing, as in "
+            f"{owner.__name__}.load_from_checkpoint(path, {calls})"
+        )
+    if whole is None:
+        return {**values, **given}
+    beside = {key: value for key, value in given.items() if key in named and key not in saved}
+    content = {**values, **{key: value for key, value in given.items() if key not in beside}}
+    return {whole: _container(content, checkpoint.get(places.types, [])), **beside}
+
+
+def _checked(types: Iterable[type]) -> list[type]:
+    found = [] if isinstance(types, type) else list(types)
+    if isinstance(types, type) or not all(isinstance(one, type) for one in found):
+        raise ConfigError(f"types={types!r:.200}: give a list of classes, such as types=[Color, Options]")
+    return found
+
+
+def _saved(checkpoint: Mapping[str, Any], places: Places, path: str) -> tuple[dict[str, Any], str | None]:
+    """The hyper-parameters, and the argument that they were."""
+    saved, name = checkpoint.get(places.values, {}), checkpoint.get(places.name)
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        raise CheckpointError(
+            f"{path}: its {places.values!r} are {saved!r:.200}, not a dict of arguments; load the weights alone with "
+            "module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
+        )
+    if not isinstance(name, str | None):
+        raise CheckpointError(f"{path}: its {places.name!r} is {name!r:.200}, not the name of an argument")
+    return dict(saved), name
+
+
+def _check_references(arguments: Mapping[str, Any], path: str) -> None:
+    """Raises :class:`CheckpointError` for an argument of which the checkpoint holds a reference only.
+
+    It is not looked up: no file decides what is read from the environment.
+    """
+    for name, value in arguments.items():
+        if reference := first_reference(value):
+            raise CheckpointError(
+                f"{path} holds {reference} for the hyper-parameter {name!r}, and not the value that it had: pass it, as in "
+                f"load_from_checkpoint(path, {name}=...)"
+            )
+
+
+def _container(content: dict[str, Any], notes: Any) -> Any:
+    """What one argument held: an OmegaConf container where it was one and can be one again, else attributes over a dict."""
+    if any(one["kind"] == "config" and not one["at"] for one in notes) and not interpolates(content):
+        try:
+            from omegaconf import OmegaConf
+            from omegaconf.errors import OmegaConfBaseException
+        except ModuleNotFoundError:
+            return Hyperparameters(content)
+        with contextlib.suppress(OmegaConfBaseException):  # given values may be anything
+            return OmegaConf.create(content)
+    return Hyperparameters(content)

@@ -1,0 +1,211 @@
+"""Values as a file holds them: plain data, which loads without running code, and notes of the types that it stands for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import functools
+import numbers
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from fabricamp.checkpoint.content import TENSORS, VALUES
+from fabricamp.environment import FromEnvironment, Resolved, resolved
+
+
+class Described(NamedTuple):
+    """A value on its way into a file."""
+
+    values: Any
+    """Plain data."""
+    notes: list[dict[str, Any]]
+    """What is more than plain data there: ``at`` which keys, of which ``kind`` and ``type``, as text."""
+
+
+def plain(value: Any, *, private: bool = False) -> Any:
+    """Returns ``value`` as plain data: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these.
+
+    Containers of OmegaConf, namespaces, dataclasses, partials and other mappings become dicts, enums and paths strings, arrays
+    tensors.  Interpolations are resolved, but for what the environment says: of that the reference is given, of numbers and flags
+    too unless the file is ``private``.  Of any other object, class or function there is the name.
+    """
+    return described(value, private=private).values
+
+
+def described(value: Any, *, private: bool = False) -> Described:
+    """Returns ``value`` as :func:`plain` does, with notes of what each part of it was."""
+    notes: list[dict[str, Any]] = []
+    return Described(_plain(value, _Place((), notes, frozenset(), private)), notes)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Returns what is inside of a collection, a namespace, a dataclass or a partial; nothing for any other value."""
+    kind = next((one for one in _KINDS if one.holds(value)), None)
+    content = kind.content(value) if kind is not None and kind.name not in ("config", "array") else None
+    if isinstance(content, dict):
+        return [*content.values()]
+    return [*content] if isinstance(content, list | tuple) else []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in the whole a value stands."""
+
+    at: tuple[Any, ...]
+    notes: list[dict[str, Any]]
+    within: frozenset[int]
+    """The containers around it: one may hold itself."""
+    private: bool
+
+    def note(self, kind: str, name: str) -> None:
+        self.notes.append({"at": self.at, "kind": kind, "type": name})
+
+    def below(self, container: Any, key: Any) -> _Place:
+        return _Place((*self.at, key), self.notes, self.within | {id(container)}, self.private)
+
+
+class _Kind(NamedTuple):
+    """Values of which a file holds the ``content``; ``name`` None for what comes back as it is."""
+
+    name: str | None
+    holds: Callable[[Any], bool]
+    content: Callable[[Any], Any]
+    """Plain but for what is in it; None where it has no such content after all."""
+    type_name: Callable[[Any], str] = lambda value: name_of(type(value))
+
+
+def name_of(value: Any) -> str:
+    """Returns module and name of a class or a function; of any other object those of its class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
+
+
+def _plain(value: Any, place: _Place) -> Any:
+    simple = _simple(value)
+    if simple is not _OTHER:
+        return simple
+    kind = next((one for one in _KINDS if one.holds(value)), None)
+    content = None if kind is None or id(value) in place.within else kind.content(value)
+    if isinstance(content, Resolved):
+        content = content.values if place.private else content.written
+    if kind is None or content is None:
+        place.note("name" if hasattr(value, "__qualname__") else "object", name_of(value))
+        return name_of(value)
+    if kind.name is not None:
+        place.note(kind.name, kind.type_name(value))
+    if isinstance(content, dict):
+        return {key: _plain(item, place.below(value, key)) for key, item in content.items()}
+    if isinstance(content, list | tuple):
+        return type(content)(_plain(item, place.below(value, index)) for index, item in enumerate(content))
+    return content
+
+
+_OTHER: Final = object()
+
+
+def _simple(value: Any) -> Any:
+    """A value without parts as what comes back as it is; ``_OTHER`` for any other."""
+    if type(value) in VALUES or (type(value) in TENSORS and not value.is_meta):
+        return value
+    if isinstance(value, enum.Enum):
+        return _OTHER
+    if isinstance(value, str):
+        return value.reference if isinstance(value, FromEnvironment) else str.__str__(value)
+    if isinstance(value, numbers.Complex):
+        return _builtin_number(value)
+    numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    item = value.item() if numpy_scalar else _OTHER
+    return item if type(item) in VALUES else _OTHER
+
+
+def _builtin_number(value: numbers.Complex) -> int | float | complex:
+    """The number as Python's own type: NumPy's scalars do not load under ``weights_only``."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else complex(value)
+
+
+def is_config(value: Any) -> bool:
+    """Returns whether ``value`` is an OmegaConf container."""
+    omegaconf = sys.modules.get("omegaconf")  # where nobody has imported it, no value is one of its containers
+    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
+
+
+def resolved_config(value: Any) -> Resolved:
+    """Returns the content of an OmegaConf container; as it was written where it cannot be resolved (a resolver is not there)."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return resolved(value, enum_to_str=True)
+    except OmegaConfBaseException:
+        as_written = OmegaConf.to_container(value, resolve=False, enum_to_str=True)
+        return Resolved(as_written, as_written)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _partial(value: functools.partial[Any]) -> dict[str, Any]:
+    return {"partial": name_of(value.func), "args": list(value.args), "keywords": dict(value.keywords)}
+
+
+def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    keys = [_key(key) for key in value]
+    return None if _OTHER in keys else dict(zip(keys, value.values(), strict=True))
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, enum.Enum) and isinstance(key, str | int):
+        return _mixed_in(key)
+    return _simple(key)
+
+
+def _set(value: set[Any]) -> set[Any] | None:
+    items = [_simple(item) for item in value]
+    return None if _OTHER in items else set(items)
+
+
+def _array(value: Any) -> Any:
+    import torch
+
+    try:
+        return torch.from_numpy(value.copy())
+    except TypeError:  # text, objects
+        return None
+
+
+def _mixed_in(value: Any) -> Any:
+    """An enum's member as what it is beside that."""
+    return str.__str__(value) if isinstance(value, str) else _builtin_number(value)
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+_KINDS: Final = (
+    _Kind("value", lambda one: isinstance(one, enum.Enum) and isinstance(one, str | int | float), _mixed_in),
+    _Kind("flag", _is(enum.Flag), lambda one: one.value),
+    _Kind("enum", _is(enum.Enum), lambda one: one.name),
+    _Kind("config", is_config, resolved_config),
+    _Kind(None, lambda one: isinstance(one, nn.Module | type), lambda _: None),  # never by what is in them
+    _Kind("dataclass", dataclasses.is_dataclass, _fields),
+    _Kind("namespace", _is(argparse.Namespace), lambda one: dict(vars(one))),
+    _Kind("partial", _is(functools.partial), _partial, lambda one: name_of(one.func)),
+    _Kind("namedtuple", lambda one: isinstance(one, tuple) and hasattr(one, "_fields"), tuple),
+    _Kind(None, _is(list), list),
+    _Kind(None, _is(tuple), tuple),
+    _Kind(None, _is(set), _set),
+    _Kind(None, _is(Mapping), _mapping),
+    _Kind("path", _is(os.PathLike), os.fspath),
+    _Kind("array", lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray", _array),
+)
+"""Tried in this order."""
