@@ -38,7 +38,9 @@ MISSING = {
 
 ON_PURPOSE = {
     # save_top_k=1 keeps the file before the best one, in case that one is damaged (docs/reliability.md).
-    "hydra_template": {"files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"}
+    "hydra_template": {
+        "files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"
+    }
 }
 """Lines of Lightning's, by program, and what stands there instead."""
 
