@@ -147,7 +147,20 @@ def test_hooks_take_the_module_by_any_name():
         def on_train_start(self, trainer, pl_module):
             self.seen = pl_module
 
-    notes, model = Notes(), Classifier()
-    quiet_trainer(max_steps=1, callbacks=[notes]).fit(model, loader())
+    class Others(fabricamp.Callback):
+        def on_train_start(self, trainer, module):
+            self.seen = module
+
+    notes, others, model = Notes(), Others(), Classifier()
+    quiet_trainer(max_steps=1, callbacks=[notes, others]).fit(model, loader())
     assert notes.seen is model
-    assert "pl_module" in inspect.signature(Notes().on_train_start).parameters
+    assert others.seen is model
+
+
+def test_hooks_of_ours_name_the_module_as_lightnings_do():
+    """``super().on_train_start(trainer=trainer, pl_module=pl_module)``."""
+    kinds = [fabricamp.Callback, *(getattr(fabricamp.callbacks, name) for name in fabricamp.callbacks.__all__)]
+    for kind in kinds:
+        for name in ("setup", "get_metrics", *(name for name in dir(kind) if name.startswith("on_"))):
+            if hasattr(kind, name):
+                assert list(inspect.signature(getattr(kind, name)).parameters)[1:3] == ["trainer", "pl_module"], name

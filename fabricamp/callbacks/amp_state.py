@@ -46,17 +46,17 @@ class AmpState(Callback):
         """All but the run that it is in."""
         return {**self.__dict__, "_trainer": None}
 
-    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Takes note of the run."""
         self._trainer = trainer
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Counts overflows from here on."""
         self._due = trainer.global_step + 1
         self._skipped, self._overflowed_at = _scale_and_skips(trainer.precision_plugin)[1], -1
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs with the Trainer's own values."""
         step = trainer.global_step
@@ -77,7 +77,7 @@ class AmpState(Callback):
         if tells and not goes_on and verdicts.policy in (None, "skip"):
             logger.warning("fabricamp: a step was skipped: %s", verdicts.explain(step))
 
-    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Logs where training ended."""
         self._log(trainer, trainer.global_step)
 

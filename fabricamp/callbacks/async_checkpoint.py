@@ -33,25 +33,25 @@ class AsyncCheckpoint(ModelCheckpoint):
     _in_flight: Plan | None = None
     _unsettled = False  # the same on every rank, unlike what rank 0's thread has come to
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Makes ready what writes."""
-        super().on_train_start(trainer, module)
+        super().on_train_start(trainer, pl_module)
         self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Takes note of a write that has ended, then saves where it is time."""
         if self._writer is not None and self._writer.over:
             self._take_in(self._writer.wait)
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; what is saved from now on is waited for."""
         self._settle(trainer)
         self._writer = None
 
-    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight come to its end, whatever happened to training; a second Ctrl-C does not wait for it."""
         writer, self._writer = self._writer, None
         if writer is not None and trainer.state.fitting:
@@ -59,7 +59,7 @@ class AsyncCheckpoint(ModelCheckpoint):
                 self._take_in(writer.wait)
             except CheckpointError as error:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
-        super().on_exception(trainer, module, exception)
+        super().on_exception(trainer, pl_module, exception)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
         self._settle(trainer)

@@ -24,7 +24,7 @@ class Callback(NamesKeywords):
 
     Example:
         >>> class Announce(Callback):
-        ...     def on_train_epoch_end(self, trainer, module):
+        ...     def on_train_epoch_end(self, trainer, pl_module):
         ...         print(f"epoch {trainer.current_epoch} is over")
     """
 
@@ -47,65 +47,65 @@ class Callback(NamesKeywords):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
 
-    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """First of all; ``stage`` is "fit", "validate", "test" or "predict"."""
 
-    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Last of all."""
 
-    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the optimizers are built and a checkpoint is restored."""
 
-    def on_fit_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After training."""
 
-    def on_sanity_check_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before the validation batches that are run first."""
 
-    def on_sanity_check_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After them."""
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before the first epoch."""
 
-    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the last epoch."""
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before an epoch."""
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After an epoch, and after the validation that belongs to it."""
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Before a micro-batch; the batch is on the device."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
-    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before a validation run."""
 
-    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After a validation run; its metrics are reduced."""
 
-    def on_validation_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before the validation batches."""
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the validation batches, while values can still be logged."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a validation batch."""
 
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        module: TrainingModule,
+        pl_module: TrainingModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -113,27 +113,27 @@ class Callback(NamesKeywords):
     ) -> None:
         """After a validation batch."""
 
-    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before a test run."""
 
-    def on_test_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After a test run; its metrics are reduced."""
 
-    def on_test_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before the test batches."""
 
-    def on_test_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the test batches, while values can still be logged."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a test batch."""
 
     def on_test_batch_end(
         self,
         trainer: Trainer,
-        module: TrainingModule,
+        pl_module: TrainingModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -141,27 +141,27 @@ class Callback(NamesKeywords):
     ) -> None:
         """After a test batch."""
 
-    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before a prediction run."""
 
-    def on_predict_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After a prediction run."""
 
-    def on_predict_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before the batches to predict."""
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the batches to predict."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a batch to predict."""
 
     def on_predict_batch_end(
         self,
         trainer: Trainer,
-        module: TrainingModule,
+        pl_module: TrainingModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -169,25 +169,25 @@ class Callback(NamesKeywords):
     ) -> None:
         """After a batch to predict."""
 
-    def on_before_zero_grad(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""
 
-    def on_before_backward(self, trainer: Trainer, module: TrainingModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
         """Before ``loss.backward()``; the loss is not scaled yet."""
 
-    def on_after_backward(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After ``loss.backward()``; with a scaler the gradients are still scaled."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: TrainingModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Before an update; gradients are averaged and unscaled, not clipped."""
 
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """May add to a checkpoint that is about to be written."""
 
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """May read from a checkpoint that is being restored."""
 
-    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """When training ends by an exception, Ctrl-C included."""
 
 

@@ -41,16 +41,16 @@ class DivergenceCheck(Callback):
         self.every_n_steps = every_n_steps
         self._next_step = 0
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Begins with what training starts from."""
         self._next_step = trainer.global_step
-        self._check_if_due(trainer, module)
+        self._check_if_due(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Checks after a step that is due."""
-        self._check_if_due(trainer, module)
+        self._check_if_due(trainer, pl_module)
 
     def _check_if_due(self, trainer: Trainer, module: TrainingModule) -> None:
         step = trainer.global_step

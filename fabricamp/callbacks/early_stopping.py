@@ -126,7 +126,7 @@ class EarlyStopping(Callback):
         )
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Ends a run at once that goes on from where it was ended, unless it is given more now; forgets an earlier ``fit``."""
         reason, message = self.stopping_reason, self.stopping_reason_message
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
@@ -140,12 +140,12 @@ class EarlyStopping(Callback):
             self.stopping_reason, self.stopping_reason_message = reason, message
             trainer.stop(message or reason.value)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks, unless that is done at the end of the train epoch."""
         if not self._at_train_epoch_end(trainer):
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks, unless that is done after validation."""
         if self._at_train_epoch_end(trainer):
             self._check(trainer)

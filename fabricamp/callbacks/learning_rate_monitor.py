@@ -54,14 +54,14 @@ class LearningRateMonitor(Callback):
         self._names: list[tuple[str, str, Optimizer]] = []
         self._next_step = 0
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Names the optimizers; raises where nobody would take the values."""
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
         self._names = list(self._name_optimizers(trainer))
         self._next_step = self._due_after(trainer, trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Logs before the steps at which metrics are flushed, under the same step."""
         step = trainer.global_step + 1
         if step < self._next_step:
@@ -69,7 +69,7 @@ class LearningRateMonitor(Callback):
         self._next_step = self._due_after(trainer, step)
         self._log(trainer, "step", step)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Logs those that change by epoch."""
         self._log(trainer, "epoch", trainer.global_step)
 

@@ -208,7 +208,7 @@ class ModelCheckpoint(Callback):
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
         return places.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
-    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Decides the folder, the same on every rank."""
         if stage != "fit":
             return
@@ -223,7 +223,7 @@ class ModelCheckpoint(Callback):
         self.dirpath = trainer.strategy.on_rank_zero(lambda: self._usable_folder(trainer))
         self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
 
-    def on_train_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Starts counting; the state that training starts from needs no checkpoint."""
         self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._stock(trainer))
         self._restored = False
@@ -243,7 +243,7 @@ class ModelCheckpoint(Callback):
         kept, foreign, lineage = take_stock(self._kept, lineage, files_beside(trainer, self), self._may_follow)
         return dataclasses.replace(self._planner(trainer), foreign=foreign).tidied(kept), foreign, lineage
 
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Signs the files that it writes."""
         if self._writing is None:
             return
@@ -256,14 +256,14 @@ class ModelCheckpoint(Callback):
         self._cadence.start(step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves where the step or the time has come."""
         step, cadence = trainer.global_step, self._cadence
         if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
             self._save(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves after validation, unless that is done at the end of the train epoch."""
         if not trainer.state.fitting:
             return
@@ -271,7 +271,7 @@ class ModelCheckpoint(Callback):
         if not self._at_train_epoch_end(trainer):
             self._save_epoch(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves at the end of the train epoch, unless that is done after validation; now a missing metric is a mistake."""
         self._metrics_complete = self._validated or not has_validation(trainer)
         if self._at_train_epoch_end(trainer):
@@ -280,7 +280,7 @@ class ModelCheckpoint(Callback):
             self._unjudged = False
             self._judge_monitor(trainer, ranked=True)
 
-    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
         stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
         if not (self.save_on_exception or stopped) or not trainer.state.fitting:

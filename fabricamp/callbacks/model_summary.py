@@ -138,12 +138,12 @@ class ModelSummary(Callback):
         _check_depth(max_depth)
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Shows the summary of the module as it is now: converted, with its optimizers' masters."""
         if not trainer.is_global_zero:
             return
-        memory = _memory_as_it_is(module)
-        own = {id(parameter) for parameter in module.parameters()}
+        memory = _memory_as_it_is(pl_module)
+        own = {id(parameter) for parameter in pl_module.parameters()}
         updated = [tensor for optimizer in trainer.optimizers for tensor in owned_parameters(optimizer)]
         memory["masters"] = sum(_bytes(tensor) for tensor in _once(updated) if id(tensor) not in own)
         memory["gradient sums"] = sum(
@@ -152,11 +152,11 @@ class ModelSummary(Callback):
             for one in trainer.precision_plugin.gradients(optimizer).tensors
         )
         Summary(
-            rows=_rows(module, self.max_depth),
-            total=_count(module),
+            rows=_rows(pl_module, self.max_depth),
+            total=_count(pl_module),
             opt_level=trainer.precision_plugin.name,
             memory=memory,
-            tied=_tied(module),
+            tied=_tied(pl_module),
         ).show()
 
 

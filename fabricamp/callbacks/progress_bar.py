@@ -68,7 +68,7 @@ class ProgressBar(Callback):
 
     # -- what subclasses use and override ------------------------------------------------------------------------------
 
-    def get_metrics(self, trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
         """Returns the values that stand beside the bar: numbers, or text as it is shown; override it to change them."""
         values: dict[str, Any] = dict(trainer.progress_bar_metrics)
         for name, value in _moving(trainer):
@@ -86,16 +86,16 @@ class ProgressBar(Callback):
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Starts anew."""
         self._close(keep=False)
         self._stage = stage
 
-    def teardown(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Gives the terminal back."""
         self._close(keep=False)
 
-    def on_exception(self, trainer: Trainer, module: TrainingModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Gives the terminal back, with the bar as it stands."""
         if self._screen is not None and self._screen.is_live:
             self._advance_train(trainer, trainer.state.batch_idx)
@@ -105,7 +105,7 @@ class ProgressBar(Callback):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Opens the epoch's bar, where a resumed epoch goes on."""
         if not trainer.is_global_zero:
             return
@@ -119,7 +119,7 @@ class ProgressBar(Callback):
         self._outdated = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Draws, where it is due."""
         if monotonic() < self._due:
@@ -129,7 +129,7 @@ class ProgressBar(Callback):
             self._write_pending()
         self._draw(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Leaves the epoch's line."""
         train = self._train
         if train is None:
@@ -142,14 +142,14 @@ class ProgressBar(Callback):
         self._train = None
         self._write_pending()
 
-    def on_train_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Gives the terminal back; the last epoch's line stays in any case."""
         self._write_pending(in_any_case=True)
         self._close(keep=False)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Opens the bar of a validation run, in ``fit`` below the epoch's."""
         self._advance_train(trainer, trainer.state.batch_idx)
         if trainer.sanity_checking:
@@ -157,7 +157,7 @@ class ProgressBar(Callback):
         else:
             self._open_evaluation(trainer, "validation", trainer.num_val_batches)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Closes it; a run amid an epoch leaves its line at once, one at the epoch's end leaves that to the epoch."""
         train = self._train
         if train is None:
@@ -169,26 +169,26 @@ class ProgressBar(Callback):
         if train.total is not None and train.done < train.total:
             self._write_pending()
 
-    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Opens the bar."""
         self._open_evaluation(trainer, "test", trainer.num_test_batches)
 
-    def on_test_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Leaves the run's line."""
         self._close_evaluation(trainer)
 
-    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Opens the bar."""
         self._open_evaluation(trainer, "predict", trainer.num_predict_batches)
 
-    def on_predict_end(self, trainer: Trainer, module: TrainingModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Leaves the run's line."""
         self._close_evaluation(trainer)
 
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        module: TrainingModule,
+        pl_module: TrainingModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
