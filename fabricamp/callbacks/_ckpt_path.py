@@ -113,10 +113,11 @@ def _best(trainer: Trainer) -> str:
         if not best:
             continue
         folders = followed_folders(trainer, callback, last)
-        if any(places.may_follow(str(best), folder) for folder in folders):
+        own = str(best).endswith(callback.FILE_EXTENSION)
+        if own and any(places.may_follow(str(best), folder) for folder in folders):
             return str(best)
         raise CheckpointError(
-            f"{last} names {best} as the best, which is no file in {' or '.join(folders)}; give its path"
+            f"{last} names {best} as the best, which is no {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give its path"
         )
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 
@@ -84,10 +85,46 @@ def test_a_url_in_a_checkpoint_is_never_opened(tmp_path, probe, kind):
     (tmp_path / "c").mkdir()
     (tmp_path / "hostile.ckpt").replace(tmp_path / "c" / "hostile.ckpt")
     trainer = quiet_trainer(enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path / "c", every_n_train_steps=2))
-    with pytest.raises(CheckpointError, match="names probe://host/x.ckpt as the best, which is no file in"):
+    with pytest.raises(CheckpointError, match="names probe://host/x.ckpt as the best, which is no .ckpt file in"):
         trainer.test(Classifier(), loader(4), ckpt_path="best")
     assert not probe
     fsspec.filesystem("memory").store.clear()
+
+
+def test_only_regular_files_below_the_folder_are_followed(tmp_path):
+    folder = tmp_path / "files"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "beside").mkdir()
+    for place in (folder / "a.ckpt", folder / "inner" / "b.ckpt", tmp_path / "beside" / "c.ckpt"):
+        place.touch()
+    os.mkfifo(folder / "pipe.ckpt")
+    (folder / "within.ckpt").symlink_to("inner/b.ckpt")
+    (folder / "out.ckpt").symlink_to(tmp_path / "beside" / "c.ckpt")
+    (folder / "beside").symlink_to(tmp_path / "beside")
+    (folder / "device.ckpt").symlink_to("/dev/zero")
+    names = [
+        *("a.ckpt", "inner/b.ckpt", "within.ckpt"),
+        *("pipe.ckpt", "device.ckpt", "inner", "gone.ckpt", "out.ckpt", "beside/c.ckpt", "../beside/c.ckpt"),
+    ]
+    assert [name for name in names if places.may_follow(f"{folder}/{name}", str(folder))] == names[:3]
+
+
+def test_a_name_without_its_suffix_is_not_followed(tmp_path):
+    fit(2, ModelCheckpoint(tmp_path, every_n_train_steps=2))
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+
+    def edit(state):
+        state.update(files=[str(notes), *state["files"]], best_model_path=str(notes), last_model_path=str(notes))
+
+    newest = tmp_path / "epoch=0-step=2.ckpt"
+    edited(newest, newest, edit)
+    trainer = quiet_trainer(enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path, every_n_train_steps=2))
+    with pytest.raises(CheckpointError, match=r"notes\.txt as the best, which is no \.ckpt file in"):
+        trainer.validate(WithValidation(), loader(4), ckpt_path="best")
+    resumed = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    fit(2, resumed)
+    assert resumed.known_files() == {str(newest)}
 
 
 def test_only_what_it_wrote_itself_is_removed(tmp_path):

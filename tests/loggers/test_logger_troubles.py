@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
+import os
 import resource
 import shutil
 import signal
+import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -150,6 +153,39 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
     assert "File too large; training goes on" in told[0]
     assert str(tmp_path) in told[0]
     assert steps == list(range(1, 17))  # no half of a row, and none twice
+
+
+def in_a_read_only_folder(folder, kind, sender):
+    """In a process of its own, which is not root: nobody may write there between the steps 6 and 10."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    logger = kind(folder / "logs")
+
+    def allow(here, file):
+        (one,) = logger.folder.glob("*[!l]")  # but for hparams.yaml
+        one.chmod(file)
+        logger.folder.chmod(here)
+
+    actions = At(step6=lambda: allow(0o555, 0o444), step10=lambda: allow(0o755, 0o644))
+    sender.send((fit(logger, actions), steps_of(logger)))
+
+
+@KINDS
+def test_a_folder_that_is_read_only_for_a_while(kind):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # pytest's own are root's alone
+        Path(name).chmod(0o777)
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=in_a_read_only_folder, args=(Path(name), kind, sender))
+        process.start()
+        sender.close()  # else nobody would notice that the other end is gone
+        assert receiver.poll(100)
+        told, steps = receiver.recv()
+        process.join(10)
+    assert len(told) == 1
+    assert f"cannot write {name}" in told[0]
+    assert "Permission denied; training goes on" in told[0]
+    assert steps == list(range(1, 17))
 
 
 class Own(Logger):

@@ -334,6 +334,14 @@ def test_flags_decide_on_the_device(kernel_device):
     assert [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)] == [
         i % 2 == 0 for i in range(len(flags))
     ]
+    # Left out, they are the last call's.
+    before = [p.detach().clone() for p in parameters]
+    optimizer.gather(values)
+    optimizer.steer(None)
+    optimizer.step()
+    assert [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)] == [
+        i % 2 == 0 for i in range(len(flags))
+    ]
 
 
 def test_a_backward_through_older_weights_fails(kernel_device):
