@@ -15,14 +15,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Status = Literal["ok", "absent", "broken"]
+Status = Literal["ok", "not here", "broken"]
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 class Check(NamedTuple):
-    """One thing looked at; ``absent`` is what a run can do without, ``broken`` is what has to be mended."""
+    """One thing looked at; ``not here`` is what a run can do without, ``broken`` is what has to be mended."""
 
     name: str
     found: str
@@ -32,9 +32,12 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """Looks at everything; needs no GPU, and changes nothing."""
-    checks = [check_python(), check_torch(torch.__version__), check_cuda(), *check_gpus()]
-    checks += [*check_links(), check_exchange(), check_cupy(_installed(CUPY_PACKAGES), torch.version.cuda)]
-    return [*checks, *check_kernels(), *check_packages()]
+    cuda = check_cuda()
+    checks = [check_python(), check_torch(torch.__version__), cuda]
+    if cuda.status == "not here":  # all that stands on it is told by its one row
+        return [*checks, check_exchange(), *check_packages()]
+    checks += [*check_gpus(), *check_links(), check_exchange()]
+    return [*checks, check_cupy(_installed(CUPY_PACKAGES), torch.version.cuda), *check_kernels(), *check_packages()]
 
 
 def show(checks: Sequence[Check]) -> None:
@@ -43,12 +46,14 @@ def show(checks: Sequence[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"ok": "green", "absent": "yellow", "broken": "bold red"}
+    colours = {"ok": "green", "not here": "dim", "broken": "bold red"}
     console = Console()
-    table = Table("check", "found", "status", "cure", title="fabricamp doctor")
+    cures = any(one.cure for one in checks)
+    table = Table("check", "found", "status", *(["cure"] if cures else []), title="fabricamp doctor")
     for one in checks:
         # As text: in markup, the name of an extra in brackets would be taken for a style and vanish.
-        table.add_row(Text(one.name), Text(one.found), Text(one.status, colours[one.status]), Text(one.cure))
+        texts = [Text(one.name), Text(one.found), Text(one.status, colours[one.status]), Text(one.cure)]
+        table.add_row(*texts[: len(table.columns)])
     console.print(table)
     count = sum(one.status == "broken" for one in checks)
     console.print(f"{count} broken; the cure stands beside it" if count else "nothing is broken")
@@ -84,7 +89,7 @@ def check_cuda() -> Check:
     if version:
         cure = f"update the driver to one for CUDA {torch.version.cuda}, or check CUDA_VISIBLE_DEVICES"
         return Check("CUDA", f"driver {version}, but torch {torch.version.cuda} finds no GPU", "broken", cure)
-    return Check("CUDA", "no NVIDIA driver: runs on the CPU", "absent")
+    return Check("GPU", "none: everything runs on the CPU, by torch's own operations", "not here")
 
 
 def check_gpus() -> list[Check]:
@@ -100,7 +105,7 @@ def check_gpus() -> list[Check]:
             checks.append(Check(f"GPU {index}", f"{found}: {_first_line(error)}", "broken", cure))
         else:
             checks.append(Check(f"GPU {index}", found))
-    return checks or [Check("GPUs", "none", "absent")]
+    return checks
 
 
 def check_links() -> list[Check]:
@@ -112,9 +117,8 @@ def check_links() -> list[Check]:
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     kinds = sorted(_link_kinds(_nvidia_smi("topo", "-m"), count))
     found = f"{len(direct)} of {len(pairs)} pairs directly" + (f" ({', '.join(kinds)})" if kinds else "")
-    if len(direct) == len(pairs):
-        return [Check("links", found)]
-    return [Check("links", found, "absent", "the others exchange through the host: slower, but right")]
+    others = "" if len(direct) == len(pairs) else "; the others exchange through the host: slower, but right"
+    return [Check("links", found + others)]
 
 
 def check_exchange() -> Check:
@@ -135,9 +139,9 @@ def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
     install = f"pip install 'fabricamp[cuda{major}]'"
     found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "not installed"
     if not major or not torch.cuda.is_available():
-        return Check("CuPy", f"{found}; not used without a GPU", "ok" if packages else "absent")
+        return Check("CuPy", f"{found}; not used without a GPU", "ok" if packages else "not here")
     if not packages:
-        return Check("CuPy", f"{found}: torch does its work, slower", "absent", install)
+        return Check("CuPy", f"{found}: torch does its work, slower", "not here", install)
     if len(packages) > 1:
         names = " ".join(packages)
         return Check("CuPy", f"{found}: they overwrite each other", "broken", f"pip uninstall -y {names}; {install}")
@@ -194,7 +198,7 @@ def measure() -> list[Check]:
     for name, device in kinds.items():
         dispatch.write(file, name, measure_card(device))
     if not kinds:
-        return [Check("measurement", "no GPU that kernels run on", "absent", "a GPU and CuPy")]
+        return [Check("measurement", "no GPU that kernels run on", "not here", "a GPU and CuPy")]
     return [Check("measurement", f"{file} says what runs on cards of compute capability {', '.join(kinds)}")]
 
 
@@ -206,7 +210,7 @@ def check_packages() -> list[Check]:
         if version is not None:
             checks.append(Check(name, version))
         elif extra:
-            checks.append(Check(name, "not installed", "absent", f"for the examples: pip install '{extra}'"))
+            checks.append(Check(name, "not installed", "not here", f"for the examples: pip install '{extra}'"))
         else:
             checks.append(Check(name, "not installed", "broken", f"pip install {name}"))
     return checks

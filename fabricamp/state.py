@@ -153,6 +153,11 @@ class RunState:
         self.passed = -1.0
         self.started = time.monotonic()
 
+    def __repr__(self) -> str:
+        doing = ", ".join(str(one) for one in (self.fn, self.stage, self.status) if one is not None)
+        ends = f", {self.stop_reason or self.interruption}" if self.stop_reason or self.interruption else ""
+        return f"<RunState: {doing}, epoch={self.epoch}, global_step={self.global_step}{ends}>"
+
     def begin(self, fn: TrainerFn) -> None:
         """An entry point begins."""
         self.fn, self.stage, self.status = fn, _FIRST_STAGE[fn], TrainerStatus.RUNNING

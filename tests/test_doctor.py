@@ -19,6 +19,21 @@ def test_nothing_is_broken_here(capfd):
     assert "nothing is broken" in out
 
 
+def test_a_machine_without_a_gpu_has_one_row_about_it(monkeypatch, capfd):
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("COLUMNS", "80")
+    checks = examine()
+    assert [one.name for one in checks][:4] == ["Python", "torch", "GPU", "exchange"]
+    assert not [one.name for one in checks if one.name.startswith(("ops.", "CuPy", "CUDA"))]
+    assert [one.name for one in checks if one.status != "ok"] == ["GPU"]
+    show(checks)
+    out = capfd.readouterr().out
+    assert "cure" not in out.splitlines()[2]
+    assert any("none: everything runs on the CPU" in line for line in out.splitlines())
+
+
 def test_every_failure_has_a_cure():
     assert all(one.cure for one in examine() if one.status == "broken")
 
@@ -26,7 +41,7 @@ def test_every_failure_has_a_cure():
 def test_what_is_broken_decides_the_exit_code(monkeypatch, capfd):
     # Wide enough not to be wrapped; an extra's name in brackets must not be taken for a style.
     monkeypatch.setenv("COLUMNS", "160")
-    found = [Check("CuPy", "not there", "broken", "pip install 'fabricamp[cuda13]'"), Check("x", "y", "absent")]
+    found = [Check("CuPy", "not there", "broken", "pip install 'fabricamp[cuda13]'"), Check("x", "y", "not here")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
     assert main(["doctor"]) == 1
     out = capfd.readouterr().out
@@ -42,9 +57,9 @@ def test_torch_versions(version, status):
 @pytest.mark.parametrize(
     ("packages", "cuda", "failure", "status", "cure"),
     [
-        ({}, None, "", "absent", ""),
-        ({}, "13.0", "", "absent", "fabricamp[cuda13]"),
-        ({}, "12.8", "", "absent", "fabricamp[cuda12]"),
+        ({}, None, "", "not here", ""),
+        ({}, "13.0", "", "not here", "fabricamp[cuda13]"),
+        ({}, "12.8", "", "not here", "fabricamp[cuda12]"),
         ({"cupy-cuda13x": "14.2"}, "13.0", "", "ok", ""),
         (
             {"cupy-cuda12x": "14.2"},
@@ -74,7 +89,7 @@ def test_cupy_has_to_fit_torch(monkeypatch, packages, cuda, failure, status, cur
 @pytest.mark.parametrize(
     ("driver", "build", "available", "status", "words"),
     [
-        ("", None, False, "absent", "runs on the CPU"),
+        ("", None, False, "not here", "everything runs on the CPU"),
         ("580.65", None, False, "broken", "torch is the CPU build"),
         ("470.10", "13.0", False, "broken", "finds no GPU"),
         ("580.65", "13.0", True, "ok", "driver 580.65"),
@@ -102,8 +117,8 @@ def test_links_between_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (0, 1))
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: TOPOLOGY)
     (check,) = check_links()
-    assert check.found == "1 of 3 pairs directly (NV18, SYS)"
-    assert check.status == "absent"
+    assert check.found == "1 of 3 pairs directly (NV18, SYS); the others exchange through the host: slower, but right"
+    assert check.status == "ok"
 
 
 def test_without_a_gpu_each_op_says_what_runs_instead(monkeypatch):

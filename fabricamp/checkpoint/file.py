@@ -287,7 +287,16 @@ def _why_unreadable(place: str, error: Exception) -> str:
             f"{place} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
             "source: load it once with torch.load(path, weights_only=False), put plain values in their place, torch.save it again"
         )
-    return f"{place} is damaged or no checkpoint ({error!s:.200}); use an older one from the same folder"
+    words = f"{error!s:.200}"
+    why = words if " " in words else "it does not begin as one" if not _begins_as_one(place) else type(error).__name__
+    return f"{place} is damaged or no checkpoint ({why}); use an older one from the same folder"
+
+
+def _begins_as_one(place: str) -> bool:
+    """Whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
+    with contextlib.suppress(OSError), places.opened(place) as file:
+        return bytes(file.read(2)).startswith((b"PK", b"\x80"))
+    return False
 
 
 def _unsafe_globals(place: str) -> list[str]:

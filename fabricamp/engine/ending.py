@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fabricamp import launch
+from fabricamp.engine.explanations import explain
 from fabricamp.engine.notices import say
 from fabricamp.errors import NonFiniteError
 from fabricamp.hooks import call_all
@@ -90,6 +91,7 @@ def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
 
 
 def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
+    explain(error, session.module, trainer.precision)
     launch.record_failure(error, in_a_run=trainer.world_size > 1)
     if before := session.watchdog.fail(error):
         launch.record_failure(error)  # now with a note

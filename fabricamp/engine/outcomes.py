@@ -84,9 +84,14 @@ class Outcomes:
     def report_skips(self) -> None:
         """Logs how many steps were skipped for overflow since it was last said."""
         if self._unreported_skips and self._strategy.rank == 0:
+            verdicts, count = self._verdicts, self._unreported_skips
+            moving = (
+                f"; the loss scale is {verdicts.scale:g} now, which finds its size by such steps: a few are no fault"
+            )
             logger.warning(
-                "fabricamp: %d of the last steps overflowed and were skipped (%d in all, loss scale now %g); "
-                "with a dynamic scale a skip now and then is how it is found",
-                self._unreported_skips, self._verdicts.skipped_steps, self._verdicts.scale,
-            )  # fmt: skip
+                "fabricamp: %s skipped, as gradients were not finite (%d in all%s)",
+                "1 step was" if count == 1 else f"{count} steps were",
+                verdicts.skipped_steps,
+                moving if verdicts.dynamic else "",
+            )
         self._unreported_skips = 0

@@ -29,19 +29,23 @@ class Arguments(NamedTuple):
     """What one ``self.log`` call asks for, its value and batch size apart; equal for every repetition of the call."""
 
     name: str
-    prog_bar: bool
-    logger: bool
-    on_step: bool | None
-    on_epoch: bool | None
-    reduce_fx: Any
-    sync_dist: bool
-    sync_dist_group: Any
-    add_dataloader_idx: bool
-    rank_zero_only: bool
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: Any = "mean"
+    sync_dist: bool = False
+    sync_dist_group: Any = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
 
     def __str__(self) -> str:
-        flags = ", ".join(f"{key}={value!r}" for key, value in self._asdict().items() if key != "name")
-        return f"self.log({self.name!r}, {flags})"
+        """The call as its author wrote it: what is the default was hardly given."""
+        default = self._field_defaults
+        given = [
+            f"{key}={value!r}" for key, value in self._asdict().items() if key in default and value != default[key]
+        ]
+        return f"self.log({', '.join([repr(self.name), '...', *given])})"
 
 
 class Published(NamedTuple):

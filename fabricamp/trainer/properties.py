@@ -40,9 +40,18 @@ class TrainerProperties(TrainerLimits):
     callbacks: list[Callback]
     loggers: list[Logger]
     ckpt_path: str | None
+    device_type: str
+    """"cpu" or "cuda"."""
     log_dir: str | None
     """The folder of this run's logs, the same on every rank; the default folder without a logger that writes files."""
     _runner: Runner
+
+    def __repr__(self) -> str:
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        return (
+            f"<Trainer: {self.state.status}, current_epoch={self.current_epoch}, global_step={self.global_step}, "
+            f"{processes} on {self.device_type}, strategy={self.strategy.name!r}, precision={self.precision!r}>"
+        )
 
     # -- parts -------------------------------------------------------------------------------------------------------------------
 

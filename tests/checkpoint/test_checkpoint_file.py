@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -213,6 +214,23 @@ def test_a_partial_file_whose_writer_lives_is_left_alone(tmp_path):
         write_checkpoint(tmp_path / "a.ckpt", state())
         assert name.exists()
     assert names(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"junk that is no checkpoint", "it does not begin as one"),
+        (b"", "it does not begin as one"),
+        (b"\x80\x02junk", ""),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_says_so_in_words(tmp_path, content, words):
+    path = tmp_path / "junk.ckpt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"is damaged or no checkpoint .*{words}.*use an older one") as error:
+        read_checkpoint(path)
+    reason = re.search(r"no checkpoint \((.*)\);", str(error.value))[1]
+    assert not reason.isdigit()
 
 
 def test_without_verify_damage_inside_tensors_goes_unnoticed(tmp_path):

@@ -153,7 +153,7 @@ def test_the_doctor_measures_and_writes(card, monkeypatch, capfd):
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (check,) = doctor.measure()
-    assert check.status == "absent"
+    assert check.status == "not here"
 
 
 def test_steps_of_the_measurement_run():

@@ -1,0 +1,52 @@
+"""What Python's and torch's errors out of a step mean here: a note beneath them, once training has failed by one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.errors import advice
+from fabricamp.module import TrainingModule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+_UNKNOWN_OPTION = re.compile(r"TrainingModule\.log\(\) got an unexpected keyword argument '(\w+)'")
+_DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type .* should be the same")
+_TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
+
+
+def explain(error: BaseException, module: nn.Module, precision: str) -> None:
+    """Adds to ``error`` what to change, where its own words do not say; ``precision`` is Lightning's name of the run's."""
+    for words in (*_unknown_option(error), *_dtypes_that_differ(error, module, precision)):
+        error.add_note(f"fabricamp: {words}")
+
+
+def _unknown_option(error: BaseException) -> Iterator[str]:
+    found = _UNKNOWN_OPTION.search(str(error)) if isinstance(error, TypeError) else None
+    if found is not None:
+        known = list(inspect.signature(TrainingModule.log).parameters)[1:]
+        yield f"self.log has no argument {found[1]!r}{advice('self.log', found[1], known)}"
+
+
+def _dtypes_that_differ(error: BaseException, module: nn.Module, precision: str) -> Iterator[str]:
+    words = str(error)
+    if precision != "32-true" or not isinstance(error, RuntimeError) or _DTYPES_DIFFER.search(words) is None:
+        return
+    name = type(module).__name__
+    other = next((one.dtype for one in module.parameters() if one.dtype in _TRUE_NAMES), None)
+    if other is not None:
+        yield (
+            f"{name} has {other} parameters, and precision='32-true' converts neither them nor the batch; give "
+            f"Trainer(precision={_TRUE_NAMES[other]!r}), which does, or build it in float32"
+        )
+    elif "double" in words.lower():
+        yield (
+            f"{name}'s parameters are float32, and it was given float64, which is numpy's default; convert that with .float(), "
+            "or give Trainer(precision='64-true')"
+        )
