@@ -10,12 +10,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.checkpoint.arguments import MODULE, arguments_for
-from fabricamp.checkpoint.content import PRIVATE
+from fabricamp.checkpoint.arguments import MODULE, build
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
-from fabricamp.errors import CheckpointError, ConfigError, nearest
+from fabricamp.errors import ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.precision.base import Clip
@@ -57,6 +56,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     automatic_optimization: bool = True
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
+    strict_loading: bool = True
+    """False: a checkpoint may have other weights than the module; those of the same name are loaded."""
     example_input_array: Any = None
     _attachment: Attachment = DETACHED
 
@@ -359,9 +360,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
-        map_location: Any = "cpu",
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,  # noqa: ARG003 - as all files are read
         *,
-        strict: bool = True,
         types: Iterable[type] = (),
         **overrides: Any,
     ) -> Self:
@@ -369,22 +372,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         Enums, dataclasses and paths are such again where the annotations of ``__init__`` name their class, or ``types`` does.  A
         checkpoint names no code to run: modules, functions, classes and partials have to be given as ``overrides``; raises
-        :class:`CheckpointError` that names them.
+        :class:`CheckpointError` that names them.  ``strict`` None stands for the module's ``strict_loading``.
         """
-        path = str(checkpoint_path)
-        checkpoint = read_checkpoint(checkpoint_path, map_location=map_location)
-        arguments = arguments_for(cls, checkpoint, MODULE, path, overrides, types)
-        try:
-            module = cls(**arguments)
-        except TypeError as error:
-            raise CheckpointError(
-                f"{cls.__name__} cannot be built from {path}: {error}; pass what is missing as keyword arguments, "
-                "or call self.save_hyperparameters() in __init__ before training"
-            ) from error
-        module.hparams_private = module.hparams_private or bool(checkpoint.get(PRIVATE))
+        checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
+        module = build(cls, checkpoint, MODULE, str(checkpoint_path), overrides, types, hparams_file)
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        restore_weights(module, checkpoint, path, strict=strict)
+        restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
         return module
 
 

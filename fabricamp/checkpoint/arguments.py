@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.plain import described
 from fabricamp.checkpoint.typed import interpolates, named_types, rebuilt
 from fabricamp.environment import first_reference
@@ -36,6 +39,47 @@ class Places:
 
 MODULE = Places("hyper_parameters", "hyper_parameter_types", "hparams_name")
 DATA = Places("datamodule_hyper_parameters", "datamodule_hyper_parameter_types", "datamodule_hparams_name")
+
+
+Owner = TypeVar("Owner", bound=HyperparametersMixin)
+
+
+def build(
+    owner: type[Owner],
+    checkpoint: dict[str, Any],
+    places: Places,
+    path: str,
+    given: Mapping[str, Any],
+    types: Iterable[type] = (),
+    hparams_file: Any = None,
+) -> Owner:
+    """Returns an ``owner`` built by :func:`arguments_for`; raises :class:`CheckpointError` where they are not its arguments.
+
+    ``hparams_file`` is a YAML file with the hyper-parameters, in place of those in ``checkpoint``.
+    """
+    if hparams_file is not None:
+        checkpoint = {**checkpoint, places.values: _from_yaml(hparams_file), places.types: []}
+    arguments = arguments_for(owner, checkpoint, places, path, given, types)
+    try:
+        built = owner(**arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{owner.__name__} cannot be built from {path}: {error}; pass what is missing as keyword arguments, "
+            "or call self.save_hyperparameters() in __init__ before training"
+        ) from error
+    built.hparams_private = built.hparams_private or bool(checkpoint.get(PRIVATE))
+    return built
+
+
+def _from_yaml(file: Any) -> Any:
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        with Path(file).open() as text:
+            return yaml.safe_load(text) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"hparams_file={str(file)!r} cannot be read ({' '.join(str(error).split()):.300}); give a YAML file of plain values"
+        ) from error
 
 
 def arguments_for(

@@ -69,9 +69,12 @@ class Weights(Section):
         restore_weights(self.module, checkpoint, path)
 
 
-def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool = True) -> None:
+def restore_weights(
+    module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool | None = None
+) -> None:
     """Loads the weights, those of an apex script's network into the submodule that they fit.
 
+    ``strict`` None stands for the module's ``strict_loading``.
     Raises :class:`CheckpointError` that tells a checkpoint of another model from a damaged one.
     """
     state = checkpoint.get("state_dict")
@@ -82,7 +85,7 @@ def restore_weights(module: TrainingModule, checkpoint: dict[str, Any], path: st
     if checkpoint.get("source") == "apex":
         state = fit_names(state, set(module.state_dict()))
     try:
-        module.load_state_dict(state, strict=strict)
+        module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
     except RuntimeError as error:
         own = module.state_dict()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.arguments import DATA, build
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import HyperparametersMixin
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     import torch
 
 
@@ -25,6 +33,56 @@ class DataModule(HyperparametersMixin):
 
     trainer: Any = None
     """The Trainer that uses it, once one does."""
+    name: str | None = None
+    """What it is called, where that is of use to anybody."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """Returns a DataModule whose loaders read these datasets, those to train on in shuffled order.
+
+        Where a list of datasets is given there is a list of loaders.  ``datamodule_kwargs`` are those of the class.
+
+        >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
+        >>> len(data.train_dataloader())
+        2
+        """
+        data = cls(**datamodule_kwargs)
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for kind, datasets in given.items():
+            if datasets is not None:
+                loaders = partial(_loaders, datasets, kind == "train", batch_size, num_workers)
+                setattr(data, f"{kind}_dataloader", loaders)
+        return data
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,  # noqa: ARG003 - as all files are read
+        *,
+        types: Iterable[type] = (),
+        **overrides: Any,
+    ) -> Self:
+        """Builds the DataModule from a checkpoint's hyper-parameters of the data, updated by ``overrides``, and gives it its state.
+
+        See ``TrainingModule.load_from_checkpoint``; raises :class:`CheckpointError` as that does.
+        """
+        checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
+        data = build(cls, checkpoint, DATA, str(checkpoint_path), overrides, types, hparams_file)
+        if state := checkpoint.get("data", {}).get("datamodule"):
+            data.load_state_dict(state)
+        return data
 
     def prepare_data(self) -> None:
         """Downloads; called on one process a machine before the others go on; nothing stays on ``self``."""
@@ -77,3 +135,11 @@ class DataModule(HyperparametersMixin):
         return ConfigError(
             f"{type(self).__name__} does not define {method}(), which this run needs; define it or pass the loader"
         )
+
+
+def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+    """A loader of a dataset, or a list of loaders of several."""
+    if isinstance(datasets, list | tuple):
+        return [_loaders(one, shuffle, batch_size, num_workers) for one in datasets]
+    shuffle = shuffle and not isinstance(datasets, IterableDataset)
+    return DataLoader(datasets, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)

@@ -112,7 +112,7 @@ class Runner:
             giving_back(self.trainer, session),
         ):
             yield session
-        if session.agreement.asked and not self.trainer.interrupted:  # since the last place to stop at
+        if session.agreement.asked and not self.trainer.state.interrupted:  # since the last place to stop at
             self.trainer.state.interrupt(session.agreement.asked)
 
     def check_call(

@@ -340,7 +340,7 @@ class Session:
             )
         self.notices.weights()
         outputs = loop.run(feeds, keep=keep)
-        if self.trainer.interrupted:
+        if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
             return gather_predictions(self.strategy.all_gather_object(outputs)) if keep else None

@@ -8,6 +8,7 @@ import importlib
 import itertools
 import math
 import os
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -144,9 +145,15 @@ class ProcessGroupStrategy(Strategy):
         return everyone
 
     def barrier(self, name: str = "") -> None:
-        """Waits for every rank; an error says at which ``name`` it happened."""
+        """Waits for every rank; an error says at which ``name`` it happened.
+
+        Between runs, when there is no process group, the ranks of the last one meet at its store.
+        """
         try:
-            dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
+            if dist.is_initialized():
+                dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
+            else:
+                self._meet_between_runs()
         except RuntimeError as error:
             raise DistributedError(
                 f"rank {self.rank} waited in vain for the others at {name or 'a barrier'}: {error}"
@@ -195,6 +202,18 @@ class ProcessGroupStrategy(Strategy):
             )
         self._store = default_store()
         self._owns_group = False
+
+    def _meet_between_runs(self) -> None:
+        environment = self.environment
+        if environment.world_size == 1:
+            return
+        store = self._meet(environment)
+        others = [f"{rank} is here" for rank in range(environment.world_size)]
+        store.set(others[environment.rank], "1")
+        store.wait(others, self.timeout)
+        store.add("left", 1)
+        while environment.rank == 0 and store.add("left", 0) < environment.world_size:
+            time.sleep(0.01)  # it may be the one whose process has the store
 
     def _meet(self, environment: Environment) -> Store:
         if environment.world_size == 1:

@@ -11,7 +11,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
-from fabricamp.state import RunningStage, RunState
+from fabricamp.state import RunningStage, RunState, TrainerStatus
 from fabricamp.trainer.limits import TrainerLimits
 from fabricamp.trainer.loops import EvaluationLoop, FitLoop
 
@@ -213,8 +213,8 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C, or a signal of the scheduler, ended the run."""
-        return self.state.interrupted
+        """Whether Ctrl-C, a signal of the scheduler or an exception ended the run."""
+        return self.state.interrupted or self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:

@@ -317,3 +317,19 @@ def test_modules_of_a_data_module(tmp_path):
     held = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert held["datamodule_hyper_parameters"] == {"transform": "torch.nn.modules.linear.Identity", "size": 8}
     assert described({"size": 8}).notes == []
+
+
+def test_a_module_that_loads_not_strictly(tmp_path):
+    class Less(Classifier):
+        strict_loading = False
+
+        def __init__(self):
+            super().__init__()
+            self.more = nn.Linear(1, 1)
+
+    path = saved(Classifier(), tmp_path)
+    trainer = quiet_trainer(max_steps=1)
+    trainer.validate(Less(), loader(8), ckpt_path=path)
+    assert torch.equal(Less.load_from_checkpoint(path).net[0].bias, Classifier.load_from_checkpoint(path).net[0].bias)
+    with pytest.raises(CheckpointError, match="another model"):
+        Less.load_from_checkpoint(path, strict=True)

@@ -151,6 +151,28 @@ def lonely_barrier():
     strategy.teardown()
 
 
+def barrier_between_runs(folder):
+    strategy = DDP(timeout=1.0)
+    strategy.barrier("before a run there are no others")
+    for turn in range(2):
+        strategy.setup_environment(environment(), CPU)
+        strategy.teardown()
+        if strategy.rank == 1:
+            threading.Event().wait(0.5)
+            (folder / str(turn)).touch()
+        strategy.barrier("after a run")
+        assert (folder / str(turn)).exists()
+    if strategy.rank == 0:
+        with pytest.raises(DistributedError, match="waited in vain for the others at nobody comes"):
+            strategy.barrier("nobody comes")
+    else:
+        threading.Event().wait(2.0)
+
+
+def test_the_ranks_of_a_run_that_is_over_meet_at_its_store(tmp_path):
+    run_ranks(barrier_between_runs, 2, tmp_path, backend=None)
+
+
 def test_a_barrier_that_fails_says_where():
     run_ranks(lonely_barrier, 2, backend=None)
 
