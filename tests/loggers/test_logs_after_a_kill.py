@@ -54,9 +54,11 @@ def train(folder, kind, kill, **options):
     """Five steps an epoch; each of these loggers, in a folder with a name."""
     torch.manual_seed(0)
     warnings.simplefilter("error", RuntimeWarning)
+    flush = options.pop("flush", 100)
     loggers = [
-        CSVLogger(folder, "csv", "run", flush_logs_every_n_steps=options.pop("flush", 100)),
-        TensorBoardLogger(folder, "tb", "run"),
+        CSVLogger(folder, "csv", "run", flush_logs_every_n_steps=flush),
+        # Written at once, what is behind a checkpoint is on disk when the kill comes.
+        TensorBoardLogger(folder, "tb", "run", max_queue=0 if flush == 1 else 10),
     ]
     trainer = quiet_trainer(
         max_epochs=EPOCHS,
