@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMMA := ,
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# What is installed: torch, what the demo runs, and all tools.
+TORCH_IS_IN := $(VENV)/.torch
+DEMO_IS_IN := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
+WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
 .PHONY: help setup demo test quick lint layers types format docs
 
@@ -16,21 +21,32 @@ help: ## what can be made
 
 setup: $(STAMP) ## the virtual environment with torch, the package and its tools
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	@echo "setting up $(VENV): takes about a minute where the packages are near"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-# Without a GPU: the CPU build by its full name, which never brings CUDA packages of several GB.
-ifeq ($(HAS_GPU)$(shell uname -s),Linux)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || \
-		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" --extra-index-url $(CPU_BUILDS)
-endif
-	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]" -c constraints.txt
+# Order only: a new .torch is no reason to install everything else again.
+$(STAMP): pyproject.toml constraints.txt | $(TORCH_IS_IN)
+	@echo "installing fabricamp with the tools of its tests$(WITH_CUDA): about a minute where packages are near"
+	@$(PIP) -e ".[$(EXTRAS)]" -c constraints.txt
 	@touch $@
 
-demo: $(STAMP) ## trains the digits example; ends with a table of what came out and where it is
-	$(BIN)/python examples/digits/train.py
+$(DEMO_IS_IN): pyproject.toml constraints.txt | $(TORCH_IS_IN)
+	@test -e $(STAMP) || echo "installing fabricamp, scikit-learn for its handwritten digits$(WITH_CUDA): about a minute"
+	@test -e $(STAMP) || $(PIP) -e ".[examples]" -c constraints.txt
+	@touch $@
+
+$(TORCH_IS_IN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || echo "making the virtual environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# Without a GPU: the CPU build by its full name, which never brings CUDA packages of several GB.
+ifeq ($(HAS_GPU)$(shell uname -s),Linux)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || echo "installing torch $(TORCH) for the CPU, 200 MB: about a minute"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(PIP) "torch==$(TORCH)+cpu" --extra-index-url $(CPU_BUILDS)
+endif
+	@touch $@
+
+demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came out and where it is
+	@$(BIN)/python examples/digits/train.py
 
 # What forks processes cannot share one with what uses a GPU.
 test: $(STAMP) ## the whole suite
@@ -64,6 +80,7 @@ format: $(STAMP) ## formats, and corrects what ruff can correct
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, and docs/performance.md from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and losses.svg from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python benchmarks/render.py
+	$(BIN)/python benchmarks/draw_losses.py

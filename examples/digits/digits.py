@@ -29,6 +29,7 @@ class DigitsClassifier(TrainingModule):
         super().__init__()
         if optimizer not in RATES:
             raise ConfigError(f"optimizer={optimizer!r} is not known{nearest(optimizer, RATES)} (known: torch, fused)")
+        lr = RATES[optimizer] if lr is None else lr
         self.save_hyperparameters()
         self.net = nn.Sequential(
             nn.Conv2d(1, width, kernel_size=3, padding=1, bias=False),
@@ -65,7 +66,7 @@ class DigitsClassifier(TrainingModule):
         return self(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        lr = self.hparams.lr or RATES[self.hparams.optimizer]
+        lr = self.hparams.lr
         if self.hparams.optimizer == "fused":
             optimizer = FusedAdam(self.parameters(), lr=lr, weight_decay=0.01)
         else:
@@ -81,7 +82,7 @@ class DigitsClassifier(TrainingModule):
         images, digits = batch
         scores = self(images)
         correct = (scores.argmax(dim=1) == digits).float().mean()
-        self.log(f"{name}_loss", F.cross_entropy(scores, digits), batch_size=len(digits))
+        self.log(f"{name}_loss", F.cross_entropy(scores, digits), prog_bar=True, batch_size=len(digits))
         self.log(f"{name}_accuracy", correct, prog_bar=True, batch_size=len(digits))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from digits import DigitsClassifier, DigitsData
 
 from fabricamp import Callback, Trainer, TrainingModule, seed_everything
+from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint
 from fabricamp.loggers import TensorBoardLogger
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         log_every_n_steps=10,
         default_root_dir=options.folder,
         logger=TensorBoardLogger(options.folder, name="digits"),
-        callbacks=[stopwatch],
+        callbacks=[stopwatch, LearningRateMonitor(), ModelCheckpoint(monitor="val_accuracy", mode="max")],
     )
     module = DigitsClassifier(lr=options.lr, optimizer=options.optimizer)
     data = DigitsData(batch_size=options.batch_size)
@@ -76,8 +77,8 @@ def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str,
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("test accuracy", f"{accuracy:.2%}")
-    table.add_row("steps/s", f"{steps_per_second:.0f}")
-    table.add_row("checkpoint", shown(checkpoint))
+    table.add_row("steps/s, with validation and checkpoints", f"{steps_per_second:.0f}")
+    table.add_row("best checkpoint", shown(checkpoint))
     table.add_row("TensorBoard logs", shown(logs))
     table.add_row("open them with", f"{shown(Path(sys.executable).with_name('tensorboard'))} --logdir {shown(logs)}")
     Console().print(table)

@@ -72,8 +72,8 @@ def cell(output, label):
 
 def expect_success(output):
     assert float(cell(output, "test accuracy").rstrip("%")) >= 98
-    assert float(cell(output, "steps/s")) > 0
-    assert Path(cell(output, "checkpoint")).is_file()
+    assert float(cell(output, "steps/s, with validation and checkpoints")) > 0
+    assert Path(cell(output, "best checkpoint")).is_file()
     logs = Path(cell(output, "TensorBoard logs"))
     assert list(logs.glob("events.*"))
     assert cell(output, "open them with").endswith(f"tensorboard --logdir {logs}")
@@ -121,7 +121,7 @@ def test_two_runs_in_one_folder_keep_apart(capfd):
     for _ in range(2):
         main("--devices", 1, "--max-epochs", 1)
         outputs.append(capfd.readouterr().out)
-    first, second = (Path(cell(output, "checkpoint")) for output in outputs)
+    first, second = (Path(cell(output, "best checkpoint")) for output in outputs)
     assert first != second
     assert first.is_file()
     assert second.is_file()

@@ -1,12 +1,16 @@
-"""The README's example runs as it stands, and what it and the other pages point to exists."""
+"""The README's commands and code run as they stand, and what it and the other pages point to exists."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -15,17 +19,134 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 
 
-def test_the_example_runs():
+README = (ROOT / "README.md").read_text()
+
+NOT_RUN = {
+    "pip install .": "it would replace the package under test; test_packaging.py installs the wheel",
+    'pip install ".[cuda13]"': "CuPy is for machines with a GPU",
+    "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py": "two machines",
+}
+RUN = {
+    "make demo": "best checkpoint",
+    ".venv/bin/fabricamp doctor": "python",
+    ".venv/bin/fabricamp fit examples/digits/config.yaml trainer.max_epochs=5 trainer.devices=2 module.lr=0.1": "epoch 5/5",
+    ".venv/bin/fabricamp test examples/digits/config.yaml ckpt_path=best": "test_accuracy",
+}
+"""What each command prints among other things."""
+
+CODE_NOT_RUN = {
+    "From apex": "lines of two scripts side by side; tests/apex runs scripts of apex's users",
+    "From Lightning": "a sketch; tests/lightning runs whole programs",
+}
+
+
+def commands():
+    """The indented lines of the page, outside of Python's blocks, in their order."""
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
+
+
+def test_every_command_is_run_or_has_its_reason():
+    assert sorted(commands()) == sorted([*NOT_RUN, *RUN])
+    assert [one for one in commands() if one in RUN] == list(RUN)
+
+
+def example():
+    (code,) = re.findall(r"## Twenty lines\n\n```python\n(.*?)```", README, flags=re.DOTALL)
+    return code
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone in which `make demo` finds everything installed: pip would change the environment that the tests run in."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "examples"):
+        source = ROOT / name
+        shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy2(source, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (tmp_path / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    for name in (".torch", ".demo", ".installed"):
+        (tmp_path / ".venv" / name).touch()
+    (tmp_path / "train.py").write_text(example())
+    return tmp_path
+
+
+def run(command, folder):
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+    }
+    words = {"shell": True, "cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, **words)
+
+
+@pytest.mark.skipif(
+    not (Path(sys.prefix) / "pyvenv.cfg").exists(), reason="the tests run outside of a virtual environment"
+)
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_commands_work_in_the_order_in_which_they_stand(clone):
     pytest.importorskip("sklearn")
-    (code,) = re.findall(r"## Twenty lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line]) <= 20
-    Path("train.py").write_text(code)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "train.py"], capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    for command, printed in RUN.items():
+        done = run(command, clone)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        assert printed in done.stdout, command
+        recipes = [line for line in done.stdout.splitlines() if line.startswith((".venv/bin/", "test -x", "python"))]
+        assert command != "make demo" or recipes == []
+        shown = re.search(r"│ open them with +│ (\S+)", done.stdout)
+        assert command != "make demo" or shown[1] == ".venv/bin/tensorboard"
+
+
+def test_the_example_needs_nothing_but_what_the_package_brings(clone):
+    """Extras are hidden: after `pip install .` none of them is there."""
+    assert len([line for line in example().splitlines() if line]) <= 20
+    extras = ["sklearn", "torchmetrics", "torchdata", "hypothesis", "cupy", "scipy"]
+    hidden = f"import runpy, sys; sys.modules.update(dict.fromkeys({extras})); runpy.run_path('train.py', run_name='__main__')"
+    done = run(f'{sys.executable} -c "{hidden}"', clone)
     assert done.returncode == 0, done.stderr
-    assert list(Path.cwd().rglob("*.ckpt"))
+    assert list(clone.rglob("*.ckpt"))
+    last = float(re.findall(r"loss (\S+)", done.stdout)[-1])
+    assert last < 0.1
+
+
+def test_every_block_of_code_is_run_or_has_its_reason():
+    headings = [part.split("\n")[0] for part in README.split("\n## ")[1:] if "```python" in part]
+    assert sorted(headings) == sorted([*CODE_NOT_RUN, "Twenty lines", "Layers and losses"])
+
+
+def test_the_demo_installs_only_what_it_runs():
+    words = subprocess.run(
+        ["make", "-n", "demo", "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert '-e ".[examples]"' in words
+    assert "dev" not in words.replace("/dev/null", "")
+
+
+def test_the_figures_are_those_of_the_measured_table():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = [line for line in README[: README.index("\n## ")].splitlines() if re.match(r"\| (?!---|what \|)", line)]
+    assert len(rows) == 4
+    assert [row for row in rows if row not in page] == []
+    assert "| fabricamp O2 | 17.8 | 17.8 | 5.33 | 1.36x |" in page
+    assert "1.36 times" in README
+
+
+def test_what_is_needed_is_what_the_package_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch_needed,) = (one for one in project["dependencies"] if one.startswith("torch>"))
+    assert f"torch {torch_needed.removeprefix('torch>=')} or newer" in README
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+
+
+def test_the_picture_is_that_of_the_results():
+    from benchmarks import draw_losses
+
+    found = json.loads((draw_losses.HERE / "results" / "end_to_end-h200-curves.json").read_text())
+    picture = (ROOT / "docs" / "losses.svg").read_text()
+    assert picture == draw_losses.draw(found), "results have changed: make docs"
+    assert len(ET.fromstring(picture).findall("{*}polyline")) == len(draw_losses.SHOWN)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +169,10 @@ def test_links_lead_somewhere(page):
     links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+    for file, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / file if file else page
+        titles = re.findall(r"^#+ (.*)", target.read_text(), flags=re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def test_the_table_of_opt_levels_is_that_of_the_code():
@@ -67,6 +192,6 @@ def test_the_table_of_opt_levels_is_that_of_the_code():
 def test_the_table_of_strategies_is_that_of_the_code():
     from fabricamp.strategies import STRATEGIES
 
-    rows = re.findall(r'^\| `"(\w+)"` \|', (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r'^\| `"(\w+)"` \|', README[README.index("## Several processes") :], re.MULTILINE)
     assert rows == ["single", "ddp", "delayed_ddp"]
     assert set(rows) <= set(STRATEGIES.names())
