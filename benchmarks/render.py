@@ -228,7 +228,7 @@ GRAPH = ", CUDA graph"
 
 
 def layers(rows):
-    """A row a shape: the local layer, ours, torch's (which a CPU has not)."""
+    """A row per shape: the local layer, ours, torch's (which a CPU has not)."""
     shapes = {}
     for row in rows:
         shapes.setdefault((" x ".join(map(str, row["shape"])), row["layout"]), {})[row["run"]] = row

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
-    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say how to mend what is broken"
+    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
     doctor = commands.add_parser(
         "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
     )

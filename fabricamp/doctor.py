@@ -22,7 +22,7 @@ CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 class Check(NamedTuple):
-    """One thing looked at; ``not here`` is what a run can do without, ``broken`` is what has to be mended."""
+    """One thing looked at; ``not here`` is what a run can do without, ``broken`` is what has to be put right."""
 
     name: str
     found: str

@@ -96,7 +96,7 @@ class ModuleHooks:
         """Builds large submodules late, after every process knows its device."""
 
     def prepare_data(self) -> None:
-        """Downloads and converts; on one process a node, before ``setup``.  Keep no state here: other processes do not see it."""
+        """Downloads and converts; on one process per node, before ``setup``.  Keep no state here: other processes do not see it."""
 
     def setup(self, stage: str) -> None:
         """Builds data sets and layers; on every process; ``stage`` is "fit", "validate", "test" or "predict"."""

@@ -276,7 +276,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self.log(name, value, *arguments, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once, not once a process."""
+        """Prints once, not once per process."""
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:

@@ -111,7 +111,7 @@ def seeded(*given: int) -> Iterator[None]:
     """A context in which Python, NumPy and torch (CPU) draw what follows from ``given``; they are left as they were found."""
     import numpy as np
 
-    # Not capture_rng: this runs once a sample, and has nothing to do with devices.
+    # Not capture_rng: this runs once per sample, and has nothing to do with devices.
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     digest = hashlib.sha256(repr(given).encode()).digest()
     words = [int.from_bytes(digest[start : start + 4], "little") for start in (0, 8, 16)]

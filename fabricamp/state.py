@@ -66,7 +66,7 @@ _FIRST_STAGE = {
 class Scope(enum.Enum):
     """Where user code is being called from: decides the defaults of ``self.log`` and what it refuses.
 
-    The loop changes it only where it changes (a few times an epoch), so a step pays nothing for it.
+    The loop changes it only where it changes (a few times per epoch), so a step pays nothing for it.
     """
 
     NOWHERE = "a hook outside the epochs, or before fit, validate and test"

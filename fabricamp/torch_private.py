@@ -58,7 +58,7 @@ __all__ = [
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor, or another tensor around tensors; fused optimizers refuse it.
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
-"""Whether vmap, grad or another transform runs: our kernels have no rule for these, so torch's operations run instead."""
+"""Whether vmap, grad or another transform runs: kernels have no rule for these, so torch's operations run instead."""
 
 is_batched_gradient: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_legacy_batchedtensor
 """Whether a gradient stands for several, as under ``torch.autograd.grad(is_grads_batched=True)``."""
@@ -88,7 +88,7 @@ current_stream_is_capturing: Final[Callable[[], bool]] = getattr(
 
 
 def forward_derivative_level() -> int:
-    """Returns the level of forward-mode derivatives that is entered; -1 outside of any, which is where our kernels may run."""
+    """Returns the level of forward-mode derivatives that is entered; -1 outside of any, which is where kernels may run."""
     level: int = forward_ad._current_level
     return level
 
@@ -154,7 +154,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",
     "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
     "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
-    "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is ours: a full disk would end torch's thread",
+    "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is the logger's: a full disk would end torch's thread",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",
     "torch.distributed.ProcessGroup.Options._timeout": "the same",
 }

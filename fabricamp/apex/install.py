@@ -44,7 +44,7 @@ def install() -> None:
         _name_classes(name)
     for name, home in extensions.items():
         sys.modules[name] = sys.modules[home]
-    # A spawned process gets our sys.path, and nothing else, before it imports the script; in this folder it finds apex.
+    # A spawned process gets this one's sys.path, and nothing else, before it imports the script; in this folder it finds apex.
     if str(_EXTENSIONS) not in sys.path:
         sys.path.insert(0, str(_EXTENSIONS))
     tell_on_import()
@@ -72,7 +72,7 @@ def _extension_names() -> list[str]:
 
 
 def _refuse_another(name: str) -> None:
-    """Raises where ``name`` is imported already and is not ours."""
+    """Raises where ``name`` is imported already and is another package's."""
     module = sys.modules.get(name)
     if module is None:
         return

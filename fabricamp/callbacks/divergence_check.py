@@ -66,7 +66,7 @@ class DivergenceCheck(Callback):
 
 
 def _checksums(parameters: Iterable[Tensor]) -> Tensor:
-    """One number a parameter: the sum of its bits read as whole numbers, the same for equal bits wherever they lie."""
+    """One number per parameter: the sum of its bits read as whole numbers, the same for equal bits wherever they lie."""
     return torch.stack([_bits(parameter.detach()).sum(dtype=torch.int64) for parameter in parameters])
 
 

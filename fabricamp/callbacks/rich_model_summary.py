@@ -1,4 +1,4 @@
-"""Lightning's path to the summary that its RichModelSummary prints: ours is a table already."""
+"""Lightning's path to RichModelSummary, which is ModelSummary: that is a table already."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class DataModule(HyperparametersMixin):
         return data
 
     def prepare_data(self) -> None:
-        """Downloads; called on one process a machine before the others go on; nothing stays on ``self``."""
+        """Downloads; called on one process per machine before the others go on; nothing stays on ``self``."""
 
     def setup(self, stage: str) -> None:
         """Builds datasets, on every process; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""

@@ -92,7 +92,7 @@ class Feed:
         return self.behind(0)
 
     def behind(self, count: int) -> Iterator[Any]:
-        """A pass without its first ``count`` batches: never read where the order is ours, else read past."""
+        """A pass without its first ``count`` batches: never read where fabricamp draws the order, else read past."""
         self.close()
         self.last = False
         if self._over:  # resumed behind its last batch

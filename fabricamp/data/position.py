@@ -1,6 +1,6 @@
 """Where in a loader a pass stands, as plain values that another process can go on from.
 
-A place is a dict: ``batches`` that this rank got; for a loader with our sampler also ``samples``, those of all ranks together,
+A place is a dict: ``batches`` that this rank got; for a loader with fabricamp's sampler also ``samples``, those of all ranks,
 so that other batch sizes and other numbers of ranks go on behind the same sample, and the ``draws`` that the order came from;
 for one that keeps its own position ``state``.
 """
@@ -159,7 +159,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def _samples(loader: Any, sampler: TrainSampler, place: dict[str, Any]) -> int:
-    """The samples behind ``place``; a file that is not ours tells batches only."""
+    """The samples behind ``place``; a file of another program tells batches only."""
     return int(place.get("samples", place.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
 
 

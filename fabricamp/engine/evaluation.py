@@ -60,7 +60,7 @@ class EvaluationLoop:
         self._batch_end = hooks(f"on_{kind}_batch_end")
 
     def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
-        """Runs every loader once; returns what the steps returned, a list a loader, where ``keep``."""
+        """Runs every loader once; returns what the steps returned, a list per loader, where ``keep``."""
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         getattr(self._module, f"on_{self._kind}_model_eval")()

@@ -83,7 +83,7 @@ class Runner:
         self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
         self._default_callbacks = [one for one in self._default_callbacks if not _holds(gone, one)]
         if module is not None and module is not self._callbacks_of:
-            # Once a module: what they have seen lasts from one run to the next, as with those that were given.
+            # Once per module: what they have seen lasts from one run to the next, as with those that were given.
             found = module.configure_callbacks()
             self._callbacks_of, self._own_callbacks = (
                 module,

@@ -92,7 +92,7 @@ class Update:
         self._bind_plain()
 
     def _bind_plain(self) -> None:
-        """Where nothing of ours or the user's stands around the optimizer's own methods, these are called and no others."""
+        """Where nothing of fabricamp's or the user's stands around the optimizer's own methods, these are called and no others."""
         optimizer = self._optimizer
         if optimizer is None:
             return

@@ -1,6 +1,6 @@
 """Gradients in flat buffers: every parameter has its place, one launch fills a buffer, one collective sends it.
 
-What arrives stays there: the update reads it through views.  One flag a parameter travels behind the gradients, so that ranks
+What arrives stays there: the update reads it through views.  One flag per parameter travels behind the gradients, so that ranks
 whose backwards reached different parameters still exchange the same, and the update knows which ones no rank reached.
 """
 
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
     ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) a parameter, in the order asked for.
     ``divisor``: what the values still have to be divided by (the average that a strategy folds into the update).
-    ``present`` None: a parameter takes part where its tensor is not None; else one flag a parameter, in device memory.
+    ``present`` None: a parameter takes part where its tensor is not None; else one flag per parameter, in device memory.
     ``complete``: this rank knows, without a look at the flags, that every parameter with a tensor takes part.
     """
 
@@ -255,7 +255,7 @@ class FlatGradients:
 
     @property
     def flags(self) -> Tensor:
-        """One number a parameter, behind the gradients of the last message: 0 where it takes no part."""
+        """One number per parameter, behind the gradients of the last message: 0 where it takes no part."""
         return self.messages[-1].flags if self.messages else self._marks
 
     def write_flags(self, present: Sequence[bool]) -> None:

@@ -30,7 +30,7 @@ class GradientMemory:
     def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
         self.parameters = list(parameters)
         self.flat = _flat_sums(self.parameters) if sums else None
-        """The flat fp32 (fp64 where parameters are) sums, with one flag a parameter behind them; None where ``.grad`` is all."""
+        """The flat fp32 (fp64 where parameters are) sums, with one flag per parameter behind them; None where ``.grad`` is all."""
         self._present = [False] * len(self.parameters)
         self._filled = False
 

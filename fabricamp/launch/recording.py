@@ -47,7 +47,7 @@ def record_others(*, before: Sequence[int] = (), killed: Sequence[int] = ()) -> 
 
 
 def record_end(message: str, stack: str, before: Sequence[int] = (), killed: Sequence[int] = ()) -> None:
-    """Writes down why this process is about to end by force, and says so where no starter of ours shows it.
+    """Writes down why this process is about to end by force, and says so where no starter of fabricamp's shows it.
 
     ``before`` are the ranks because of which it ends, ``killed`` those that it kills.
     """

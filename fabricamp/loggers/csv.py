@@ -132,7 +132,7 @@ class CSVLogger(RunFolderLogger):
         self._columns, self._flushed_step = None, 0
 
     def _begin(self) -> list[str]:
-        """Looks into the file, once; returns its columns.  A last row that a killed run left unfinished is not ours."""
+        """Looks into the file, once; returns its columns.  A last row that a killed run left unfinished does not count."""
         if self._columns is None:
             self._file, self._content = GrowingFile(self.metrics_file), _Content()
             columns: list[str] = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GrowingFile:
-    """The file at ``path``, of which the first ``size`` bytes are ours.  Raises ``OSError`` with the path."""
+    """The file at ``path``, of which the first ``size`` bytes were written here.  Raises ``OSError`` with the path."""
 
     def __init__(self, path: Path, size: int = 0, *, private: bool = False) -> None:
         self.path = path

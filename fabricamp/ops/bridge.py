@@ -76,7 +76,7 @@ def c_type(dtype: torch.dtype | None) -> str:
 
 
 def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
-    """Returns the text of ``<file>.cu`` with our headers in place.
+    """Returns the text of ``<file>.cu`` with the package's headers in place.
 
     ``KINDS``, the rows that it has to serve, is defined in front of it (without any, a file takes the rows that most runs have),
     and each of ``defines`` (a kernel on single tensors takes its types and widths so).

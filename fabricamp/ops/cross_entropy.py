@@ -1,4 +1,4 @@
-"""Cross-entropy of class indices: logits are read once forward and once backward, and what is kept between is a few bytes a row."""
+"""Cross-entropy of class indices: logits are read once forward and once backward, and what is kept is a few bytes per row."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _kept(rows: int, reduction: str) -> int:
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:
-    """Returns the loss, and what backward needs, fp32: two numbers a row whose sum is its logsumexp (of ignored rows, zeros).
+    """Returns the loss, and what backward needs, fp32: two numbers per row whose sum is its logsumexp (of ignored rows, zeros).
 
     For a mean, 1 / (rows that count) comes behind them.
     """

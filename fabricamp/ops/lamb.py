@@ -161,7 +161,7 @@ def gradient_norm(rows: Rows, steering: Steering) -> Tensor:
 
 
 def _memory(table: Table) -> tuple[Tensor, Tensor, Tensor]:
-    """Two numbers a chunk, one a row, and the norm."""
+    """Two numbers per chunk, one per row, and the norm."""
     numbers = table.numbers(2 * table.chunks + table.rows + 1)
     return numbers, numbers[2 * table.chunks :], numbers[2 * table.chunks + table.rows]
 

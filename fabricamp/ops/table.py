@@ -111,7 +111,7 @@ class Table:
 
     @property
     def partial(self) -> Tensor:
-        """Memory for one fp32 number a chunk."""
+        """Memory for one fp32 number per chunk."""
         if self._partial is None:
             self._partial = torch.empty(self.chunks, dtype=torch.float32, device=self.device)
         return self._partial

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: rows of tensors found once, one launch a step, a step that a Precision can steer."""
+"""What the fused optimizers share: rows of tensors found once, one launch per step, a step that a Precision can steer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         copies: Sequence[Tensor | None] | None = LAST,
         flags: Sequence[Tensor | None] | None = LAST,
     ) -> None:
-        """Finds what the next step reads and writes, one entry a parameter in the order of ``param_groups``.
+        """Finds what the next step reads and writes, one entry per parameter in the order of ``param_groups``.
 
         ``gradients`` None: each parameter's ``.grad``; a tuple that comes again is taken to be the same memory.  ``copies``:
         tensors that get the rounded parameters in the same pass.  ``flags``: fp32 numbers in device memory, 0 where the parameter

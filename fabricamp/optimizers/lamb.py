@@ -98,7 +98,7 @@ class FusedLAMB(FusedOptimizer):
         return super().statistics(scale, divisor)
 
     def _measure(self, steering: Steering) -> Mapping[torch.device, Tensor]:
-        """Returns the norm of all gradients as this step reads them: what a Precision has measured, or a pass of our own."""
+        """Returns the norm of all gradients as this step reads them: what a Precision has measured, or a pass of its own."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return {}
         parts = self._parts or []

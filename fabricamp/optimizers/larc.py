@@ -50,7 +50,7 @@ class LARC(NamesKeywords, Optimizer):
         if isinstance(optimizer, (LARC, torch.optim.LBFGS)):
             raise ConfigError(
                 f"LARC cannot wrap {type(optimizer).__name__}, which has gradients of its own making; wrap FusedSGD, or another "
-                "optimizer that reads each gradient once a step"
+                "optimizer that reads each gradient once per step"
             )
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
             if not at_least_0(value):

@@ -37,7 +37,7 @@ def is_wrapper(tensor: Tensor | None) -> bool:
 
 
 def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
-    """Raises UnsupportedError for the first of ``tensors``, one a parameter, that kernels cannot read.
+    """Raises UnsupportedError for the first of ``tensors``, one per parameter, that kernels cannot read.
 
     That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".
     """

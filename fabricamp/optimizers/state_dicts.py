@@ -66,7 +66,7 @@ def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
 
 
 def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
-    """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one a group; refuses what would be lost.
+    """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one per group; refuses what would be lost.
 
     Options that only torch's optimizers have are left out.
     """

@@ -1,4 +1,4 @@
-"""A step of an optimizer with kernels of its own: statistics, finish, update, and no pass of ours over the gradients."""
+"""A step of an optimizer with kernels of its own: statistics, finish, update, and no other pass over the gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = WeakTensorKeyDictionary()
 
 
 def flags_of(present: Tensor) -> list[Tensor]:
-    """Cuts one flag a parameter into fp32 numbers, which fused optimizers read on the device; the same tensor's are one list."""
+    """Cuts one flag per parameter into fp32 numbers, which fused optimizers read on the device; the same tensor's are one list."""
     flags: list[Tensor] | None = _FLAGS.get(present)
     if flags is None:
         flags = _FLAGS[present] = list(present.to(torch.float32).unbind())

@@ -51,7 +51,7 @@ class Overflow(NamedTuple):
 
 
 class LossScaler:
-    """One scale a loss, one verdict a window.
+    """One scale per loss, one verdict per window.
 
     ``state`` is the struct that steps write to.  With one loss it holds that loss's scale too; with several each has a struct
     of its own in ``losses``.  A window ends with :meth:`close`, or in the launch of a step that was given :meth:`closing`; its

@@ -82,7 +82,7 @@ class JudgedScale(ConstantScale):
 
 
 class DynamicScale(JudgedScale):
-    """One scale a loss, which moves: each window has a verdict."""
+    """One scale per loss, which moves: each window has a verdict."""
 
     def scaled(self, loss: Tensor, loss_id: int) -> Tensor:
         """Returns what backward runs on: the loss times its own scale, fp32 at least."""

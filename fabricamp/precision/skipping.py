@@ -1,4 +1,4 @@
-"""How an optimizer that is not ours leaves out a step: by torch's protocol on the device, where it follows that."""
+"""How an optimizer without kernels of this package leaves out a step: by torch's protocol on the device, where it follows that."""
 
 from __future__ import annotations
 

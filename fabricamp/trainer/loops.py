@@ -128,7 +128,7 @@ class EvaluationLoop:
 
     @property
     def max_batches(self) -> list[float]:
-        """The number of batches, one a loader."""
+        """The number of batches, one per loader."""
         found: list[float] = getattr(self._trainer, f"num_{self._kind}_batches")
         return found
 

@@ -277,22 +277,22 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The number of validation batches, one a loader."""
+        """The number of validation batches, one per loader."""
         return self._opened.data.evaluation_lengths("val")
 
     @property
     def num_test_batches(self) -> list[float]:
-        """The number of test batches, one a loader."""
+        """The number of test batches, one per loader."""
         return self._opened.data.evaluation_lengths("test")
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """The number of batches to predict, one a loader."""
+        """The number of batches to predict, one per loader."""
         return self._opened.data.evaluation_lengths("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """The number of validation batches that are run before training, one a loader."""
+        """The number of validation batches that are run before training, one per loader."""
         return [min(self.num_sanity_val_steps, length) for length in self.num_val_batches]
 
     @property

@@ -341,6 +341,6 @@ class Trainer(TrainerProperties):
         self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
 
     def print(self, *args: Any, **options: Any) -> None:
-        """Prints once, not once a process."""
+        """Prints once, not once per process."""
         if self.is_global_zero:
             print(*args, **options)  # what this method is for

@@ -224,7 +224,7 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """NovoGrad on gradients, parameters, averages; blends ``grad_norms`` (one a tensor; 2-norms, or with 0 largest values)."""
+    """NovoGrad on gradients, parameters, averages; blends ``grad_norms`` (one per tensor; 2-norms, or with 0 largest values)."""
     lists = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
     rule = ops.NovoGradRule(
         lr,

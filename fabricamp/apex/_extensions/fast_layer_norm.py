@@ -15,7 +15,7 @@ _SMALLEST_GAMMA = 1e-5
 
 
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns output (in the dtype of ``x``), mean and inverse deviation (fp32, one a row)."""
+    """Returns output (in the dtype of ``x``), mean and inverse deviation (fp32, one per row)."""
     return fused_layer_norm_cuda.forward_affine(x, gamma.shape, gamma, beta, epsilon)
 
 

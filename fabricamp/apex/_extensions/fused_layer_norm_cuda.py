@@ -1,6 +1,6 @@
 """``fused_layer_norm_cuda``: the passes of LayerNorm and RMSNorm, one by one; :mod:`fabricamp.ops` makes fewer of them.
 
-Means and inverse deviations are fp32, one a row.  With ``memory_efficient`` a backward takes the output in place of the input.
+Means and inverse deviations are fp32, one per row.  With ``memory_efficient`` a backward takes the output in place of the input.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def forget_calls() -> None:
 def _runs(module_id: int, *, besides: nn.Module) -> bool:
     """Returns whether a call of the module goes on in this thread, not counting the call of ``besides`` that begins.
 
-    Asks the interpreter's frames: nothing of ours runs where an interrupt passes (``Module.register_forward_hook`` runs an
+    Asks the interpreter's frames: nothing of fabricamp runs where an interrupt passes (``Module.register_forward_hook`` runs an
     ``always_call`` hook for an ``Exception``), and a script, unlike a step, has no end at which all could be put in order.
     """
     calls = 0

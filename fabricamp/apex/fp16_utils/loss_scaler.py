@@ -61,7 +61,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether a gradient of ``params`` is not finite; the host waits once a device."""
+        """Returns whether a gradient of ``params`` is not finite; the host waits once per device."""
         gradients = [values_of(one.grad) for one in params if one.grad is not None]
         return any(
             self._has_inf_or_nan(*(one for one in gradients if one.device == place)) for place in _places(gradients)

@@ -70,12 +70,12 @@ class MLP(nn.Module):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """One a layer, called ``weight_0`` and so on."""
+        """One per layer, called ``weight_0`` and so on."""
         return [getattr(self, f"weight_{layer}") for layer in range(self.num_layers)]
 
     @property
     def biases(self) -> list[nn.Parameter]:
-        """One a layer, called ``bias_0`` and so on; none without ``bias``."""
+        """One per layer, called ``bias_0`` and so on; none without ``bias``."""
         return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:

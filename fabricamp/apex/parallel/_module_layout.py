@@ -107,7 +107,7 @@ class _Registrations:
         self._counts = False
 
     def begin(self) -> None:
-        """Starts counting, once a process."""
+        """Starts counting, once per process."""
         if not self._counts:
             self._counts = True
             register_module_parameter_registration_hook(self._note)

@@ -1,4 +1,4 @@
-"""One process a GPU on this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``; torchrun does more."""
+"""One process per GPU on this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``; torchrun does more."""
 
 from __future__ import annotations
 

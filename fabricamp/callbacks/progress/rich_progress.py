@@ -1,4 +1,4 @@
-"""Lightning's path to its RichProgressBar: our bar, with that one's arguments."""
+"""Lightning's path to RichProgressBar: fabricamp's ProgressBar with that one's arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RichProgressBar", "RichProgressBarTheme"]
 
 
 class RichProgressBarTheme:
-    """The colours of Lightning's bar, kept as attributes; ours has the terminal's own."""
+    """The colours of Lightning's bar, kept as attributes; fabricamp's bar has the terminal's own."""
 
     def __init__(self, **colours: str) -> None:
         self.__dict__.update(colours)

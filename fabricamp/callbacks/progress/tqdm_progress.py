@@ -1,4 +1,4 @@
-"""Lightning's path to its TQDMProgressBar: our bar, with that one's arguments."""
+"""Lightning's path to TQDMProgressBar: fabricamp's ProgressBar with that one's arguments."""
 
 from __future__ import annotations
 

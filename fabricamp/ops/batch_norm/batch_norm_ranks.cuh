@@ -17,7 +17,7 @@ __device__ __forceinline__ int64 nanoseconds() {
 }
 #endif
 
-// Where rank `from` puts the two words of a channel in exchange `number`: two buffers of one row a rank.
+// Where rank `from` puts the two words of a channel in exchange `number`: two buffers of one row per rank.
 __device__ __forceinline__ int64 mailbox(const Layer& a, unsigned number, int64 from, int64 channel) {
   return 2 * (((number & 1) * a.ranks + from) * a.channels + channel);
 }

@@ -105,7 +105,7 @@ class ReferencePlan:
         return torch.cat([mean, variance * self.count, count])
 
     def _merge(self, everyone: Tensor, eps: float) -> Tensor:
-        """From one row a rank to mean, 1 / deviation, variance and count over all."""
+        """From one row per rank to mean, 1 / deviation, variance and count over all."""
         counts = everyone[:, -1:]
         means, squares = everyone[:, : self.channels], everyone[:, self.channels : -1]
         total = counts.sum(0)

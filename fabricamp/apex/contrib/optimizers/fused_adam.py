@@ -62,8 +62,8 @@ class FusedAdam(StepInGroup, Adam):
     ) -> Any:
         """Updates the parameters by ``grads`` (each ``.grad`` where None) divided by ``scale``; returns what ``closure`` did.
 
-        ``grads`` and ``output_params`` (which get the rounded parameters) are lists, one entry a parameter, or lists of such lists,
-        one a group; ``grad_norms`` the norms of each group's ``grads``, for its ``max_grad_norm``.
+        ``grads`` and ``output_params`` (which get the rounded parameters) are lists, one entry per parameter, or lists of such,
+        one per group; ``grad_norms`` the norms of each group's ``grads``, for its ``max_grad_norm``.
         """
         loss = None
         if closure is not None:
@@ -77,7 +77,7 @@ class FusedAdam(StepInGroup, Adam):
         return loss
 
     def _one_each(self, given: Any) -> list[Tensor] | None:
-        """Returns one entry a parameter, from a list of them or a list of lists."""
+        """Returns one entry per parameter, from a list of them or a list of lists."""
         if given is None:
             return None
         entries = list(given)
