@@ -176,7 +176,7 @@ def module() -> list[str]:
         "## Order of hooks",
         order(),
         "### Hooks of a module",
-        "A callback has the same hooks, with `trainer, module` before the arguments.",
+        "A callback has the same hooks, with `trainer, pl_module` before the arguments.",
         faces(kind, hook_names),
     ]
 
@@ -204,7 +204,7 @@ def all_callbacks() -> list[str]:
     parts = [
         described("Callback", kind, 2),
         "Beside the [hooks of a module](#hooks-of-a-module):",
-        faces(kind, own, ("self", "trainer", "module")),
+        faces(kind, own, ("self", "trainer", "pl_module")),
         "## Callbacks",
     ]
     return parts + [described(name, one) for name, one in classes(callbacks, kind) if one is not kind]
