@@ -121,7 +121,7 @@ class AmpState(Callback):
             "amp/applied_steps": float(step - skipped),
             "amp/skipped_steps": float(skipped),
         }
-        trainer.delivery.log_metrics(values, step)
+        trainer.delivery.log_metrics(values, max(step - 1, 0))
 
 
 def _scale_and_skips(precision: Precision) -> tuple[float, int]:

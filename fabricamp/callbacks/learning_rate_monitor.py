@@ -67,7 +67,7 @@ class LearningRateMonitor(Callback):
         if step < self._next_step:
             return
         self._next_step = self._due_after(trainer, step)
-        self._log(trainer, "step", step)
+        self._log(trainer, "step", trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Logs those that change by epoch."""

@@ -10,6 +10,7 @@ from fabricamp.checkpoint import check_content, plain, read_together, write_chec
 from fabricamp.data import release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
+from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.notices import Notices
@@ -124,7 +125,7 @@ class Session:
         self.attachment = self.module.attach(self.trainer, self.metrics, fits=self.fn is TrainerFn.FITTING)
         if self.source.datamodule is not None:
             self.source.datamodule.trainer = self.trainer
-        self.metrics.sinks.append(self.delivery.log_metrics)
+        self.metrics.sinks.append(LogAxis(self.trainer.state, self.delivery).deliver)
 
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:

@@ -58,7 +58,7 @@ class Logger(NamesKeywords):
         return trouble
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the values of one flush; ``step`` is the ``global_step`` they belong to."""
+        """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0."""
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Takes the run's hyper-parameters once, before the first step."""

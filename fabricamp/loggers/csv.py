@@ -72,7 +72,7 @@ class CSVLogger(RunFolderLogger):
             raise ConfigError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): choose 1 or more")
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
-        self._flushed_step = 0
+        self._flushed_step = -1
         self._rows: list[dict[str, float]] = []
         self._columns: list[str] | None = None  # until somebody has looked into the file
         self._content = _Content()
@@ -129,7 +129,7 @@ class CSVLogger(RunFolderLogger):
         """Writes the rest."""
         self.save()
         self._lose_oldest(len(self._rows))
-        self._columns, self._flushed_step = None, 0
+        self._columns, self._flushed_step = None, -1
 
     def _begin(self) -> list[str]:
         """Looks into the file, once; returns its columns.  A last row that a killed run left unfinished does not count."""

@@ -52,7 +52,7 @@ def test_steps_are_those_of_the_flushes_and_values_those_of_that_step(start):
     for _ in range(21):
         trainer.step(micro_batches=2)
         config.scheduler.step()
-    assert [step for step, _ in logged(trainer)] == [10, 20]
+    assert [step for step, _ in logged(trainer)] == [9, 19]
     assert logged(trainer)[0][1] == {"lr-Adam": 0.5 * 0.5**9}
 
 
@@ -64,7 +64,7 @@ def test_epochs(start):
     assert [step for step, _ in logged(trainer)] == [0, 15]
 
 
-@pytest.mark.parametrize(("interval", "steps"), [("step", [10, 20]), ("epoch", [0, 12]), (None, [10, 20])])
+@pytest.mark.parametrize(("interval", "steps"), [("step", [9, 19]), ("epoch", [0, 12]), (None, [9, 19])])
 def test_an_optimizer_without_scheduler(start, interval, steps):
     trainer = start(LearningRateMonitor(interval), [adam()])
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_learning_rate_on_the_device_is_read_only_where_it_is_logged(start, mo
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
     for _ in range(5):
         trainer.step()
-    assert logged(trainer)[-1] == (30, {"lr-Adam": 0.125})
+    assert logged(trainer)[-1] == (29, {"lr-Adam": 0.125})
 
 
 def test_nobody_to_log_to_is_an_error(make_trainer):

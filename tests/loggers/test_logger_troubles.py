@@ -82,8 +82,8 @@ def test_a_deleted_folder(tmp_path, kind):
     assert "cannot write" in told[0]
     assert str(logger.log_dir) in told[0]
     assert "No such file or directory; training goes on" in told[0]
-    assert "6 rows are lost, of the steps 1 to 6" in told[1]
-    assert steps_of(logger) == list(range(7, 17))
+    assert "6 rows are lost, of the steps 0 to 5" in told[1]
+    assert steps_of(logger) == list(range(6, 16))
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_for_a_while(tmp_path, kind):
     assert len(told) == 1
     assert "Not a directory; training goes on" in told[0]
     assert str(folder) in told[0]
-    assert steps_of(logger) == list(range(1, 17))
+    assert steps_of(logger) == list(range(16))
 
 
 @KINDS
@@ -120,8 +120,8 @@ def test_a_folder_that_cannot_be_written_any_more(tmp_path, kind):
     told = fit(logger, At(step6=block), LearningRateMonitor(), AsyncCheckpoint(tmp_path / "checkpoints"))
     assert len(told) == 2
     assert "Not a directory; training goes on" in told[0]
-    first = 6 if kind is csv_logger else 7  # the second row of a step waits for the next step
-    assert f"rows are lost, of the steps {first} to 16: cannot write {folder}" in told[1]
+    first = 5 if kind is csv_logger else 6  # the second row of a step waits for the next step
+    assert f"rows are lost, of the steps {first} to 15: cannot write {folder}" in told[1]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
@@ -152,7 +152,7 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
     assert len(told) == 1
     assert "File too large; training goes on" in told[0]
     assert str(tmp_path) in told[0]
-    assert steps == list(range(1, 17))  # no half of a row, and none twice
+    assert steps == list(range(16))  # no half of a row, and none twice
 
 
 def in_a_read_only_folder(folder, kind, sender):
@@ -214,8 +214,8 @@ def test_a_server_that_cannot_be_reached(tmp_path):
         "Own: no route; training goes on, and what is lost is told at its end",
         "Own: 3 rows are lost, of the steps 5 to 9: no route",
     ]
-    assert own.kept == [step for step in range(1, 17) if step not in own.steps]
-    assert steps_of(beside) == list(range(1, 17))
+    assert own.kept == [step for step in range(16) if step not in own.steps]
+    assert steps_of(beside) == list(range(16))
     assert own.barriers == [8, 16]
 
 

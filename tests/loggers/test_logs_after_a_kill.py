@@ -96,9 +96,9 @@ def straight(tmp_path_factory):
         text.count("\n") == 1 + 20 * 2 + EPOCHS * 3
     )  # a step's values and rate; an epoch's, its validation's, its own axis
     assert curves["both_epoch"] == [
-        (step, value) for step, (_, value) in zip((5, 10, 15, 20), curves["both_epoch"], strict=True)
+        (step, value) for step, (_, value) in zip((4, 9, 14, 19), curves["both_epoch"], strict=True)
     ]
-    assert [step for step, _ in curves["both_step"]] == list(range(1, 21))
+    assert [step for step, _ in curves["both_step"]] == list(range(20))
     assert curves["hp_metric"] == [(0, -1.0)]
     return text, curves
 
@@ -124,6 +124,6 @@ def test_every_row_is_there_once(tmp_path, straight, kind, options, kills, flush
 def test_rows_that_a_checkpoint_counts_are_on_disk_with_it(tmp_path):
     assert run(tmp_path, ModelCheckpoint, 10) == -signal.SIGKILL
     text, curves = logs(tmp_path)
-    assert [line.split(",")[0] for line in text.splitlines()].count("10") == 4  # rate, step, validation, epoch
-    assert curves["both_epoch"][-1][0] == 10
-    assert [step for step, _ in curves["loss"]] == list(range(1, 11))
+    assert [line.split(",")[0] for line in text.splitlines()].count("9") == 4  # rate, step, validation, epoch
+    assert curves["both_epoch"][-1][0] == 9
+    assert [step for step, _ in curves["loss"]] == list(range(10))

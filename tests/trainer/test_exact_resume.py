@@ -293,7 +293,7 @@ def test_a_run_that_came_to_its_end_goes_on(steps, done, tmp_path):
     assert second.seen == behind
     assert resumed_rows == rows[len(rows) - len(resumed_rows) :]
     assert [float(row["loss_step"]) for row in resumed_rows if "loss_step" in row] == [
-        float(row["loss_step"]) for row in rows if "loss_step" in row and int(row["step"]) > steps
+        float(row["loss_step"]) for row in rows if "loss_step" in row and int(row["step"]) >= steps
     ]
     assert_equal(content(resumed, tmp_path / "resumed.ckpt"), content(whole, tmp_path / "whole.ckpt"))
 

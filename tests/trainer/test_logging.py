@@ -55,22 +55,22 @@ def stepping(**options):
 
 def test_by_default_a_step_logs_steps():
     memory, trainer = logged(stepping())
-    assert memory.curve("value") == [(step, float((step - 1) % 6)) for step in range(1, 13)]
+    assert memory.curve("value") == [(step, float(step % 6)) for step in range(12)]
     assert float(trainer.callback_metrics["value"]) == 5.0
 
 
-def test_the_axis_is_global_step_and_the_cadence_log_every_n_steps():
+def test_the_axis_counts_steps_from_0_and_the_cadence_is_log_every_n_steps():
     memory, trainer = logged(stepping(), every=5)
-    assert memory.curve("value") == [(5, 4.0), (10, 3.0)]
+    assert memory.curve("value") == [(4, 4.0), (9, 3.0)]
     assert float(trainer.callback_metrics["value"]) == 5.0
     memory, _ = logged(stepping(), every=2, accumulate_grad_batches=3, epochs=3)
-    assert [step for step, _ in memory.curve("value")] == [2, 4, 6]
+    assert [step for step, _ in memory.curve("value")] == [1, 3, 5]
 
 
 def test_both_makes_two_names():
     memory, trainer = logged(stepping(on_step=True, on_epoch=True, prog_bar=True), every=3)
-    assert memory.curve("value_step") == [(3, 2.0), (6, 5.0), (9, 2.0), (12, 5.0)]
-    assert memory.curve("value_epoch") == [(6, 2.5), (12, 2.5)]
+    assert memory.curve("value_step") == [(2, 2.0), (5, 5.0), (8, 2.0), (11, 5.0)]
+    assert memory.curve("value_epoch") == [(5, 2.5), (11, 2.5)]
     assert memory.curve("value") == []
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
         "value_step": 5.0,
@@ -86,7 +86,7 @@ def test_both_makes_two_names():
 )
 def test_reductions(reduce_fx, expected):
     memory, trainer = logged(stepping(on_step=False, on_epoch=True, reduce_fx=reduce_fx))
-    assert memory.curve("value") == [(6, expected), (12, expected)]
+    assert memory.curve("value") == [(5, expected), (11, expected)]
     assert "value" not in trainer.progress_bar_metrics
 
 
@@ -150,7 +150,7 @@ def test_every_hook_logs_or_refuses(hook, cadence):
     memory, trainer = logged(module, val=loader(8), epochs=1)
     assert float(trainer.callback_metrics["here"]) == 2.0
     steps = [step for step, _ in memory.curve("here")]
-    assert steps == ([6] if cadence == "epoch" else list(range(1, 7)))
+    assert steps == ([5] if cadence == "epoch" else list(range(6)))
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_torchmetrics_objects(precision):
     module = Measured()
     memory, trainer = logged(module, val=loader(11, seed=1), precision=precision)
     assert float(trainer.callback_metrics["accuracy_epoch"]) == pytest.approx(module.expected)
-    assert [step for step, _ in memory.curve("accuracy_epoch")] == [6, 12]
-    assert [step for step, _ in memory.curve("accuracy_step")] == list(range(1, 13))
+    assert [step for step, _ in memory.curve("accuracy_epoch")] == [5, 11]
+    assert [step for step, _ in memory.curve("accuracy_step")] == list(range(12))
     x, y = data(11, seed=1)[:]
     by_hand = float((module.net(x).argmax(1) == y).float().mean())
     assert float(trainer.callback_metrics["val_accuracy"]) == pytest.approx(
@@ -283,19 +283,19 @@ def test_monitors_and_files_of_a_real_run(tmp_path):
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert [one.step for one in events.Scalars("loss")] == list(range(2, 21, 2))
+    assert [one.step for one in events.Scalars("loss")] == list(range(1, 20, 2))
     assert [(one.step, pytest.approx(one.value)) for one in events.Scalars("score")] == list(
-        zip(range(4, 21, 4), [0.1, 0.3, 0.9, 0.5, 0.4], strict=True)
+        zip(range(3, 20, 4), [0.1, 0.3, 0.9, 0.5, 0.4], strict=True)
     )
     assert [(one.step, one.value) for one in events.Scalars("rate")] == [
-        (step, 0.5 ** ((step - 1) // 2)) for step in range(2, 21, 2)
+        (step, 0.5 ** (step // 2)) for step in range(1, 20, 2)
     ]
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["step"]), float(row["score"])) for row in rows if row["score"]] == list(
-        zip(range(4, 21, 4), [0.1, 0.3, 0.9, 0.5, 0.4], strict=True)
+        zip(range(3, 20, 4), [0.1, 0.3, 0.9, 0.5, 0.4], strict=True)
     )
-    assert [int(row["step"]) for row in rows if row["loss"]] == list(range(2, 21, 2))
+    assert [int(row["step"]) for row in rows if row["loss"]] == list(range(1, 20, 2))
 
 
 @pytest.mark.parametrize("monitor", ["loss", "train_end", "accuracy_epoch"])
