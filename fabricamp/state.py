@@ -158,6 +158,16 @@ class RunState:
         ends = f", {self.stop_reason or self.interruption}" if self.stop_reason or self.interruption else ""
         return f"<RunState: {doing}, epoch={self.epoch}, global_step={self.global_step}{ends}>"
 
+    def of_next_fit(self) -> RunState:
+        """What another fit of the same Trainer begins with: it counts on, from an epoch's beginning."""
+        state = RunState()
+        # An epoch that a limit or a stop ended counts as one.
+        within_ended = self.batch_idx > 0 and self.closed_at == self.batches_done
+        state.epoch = self.epoch + within_ended
+        state.global_step, state.validations = self.global_step, self.validations
+        state.batches_done = state.closed_at = state.validated_at = self.batches_done
+        return state
+
     def begin(self, fn: TrainerFn) -> None:
         """An entry point begins."""
         self.fn, self.stage, self.status = fn, _FIRST_STAGE[fn], TrainerStatus.RUNNING

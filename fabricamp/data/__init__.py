@@ -6,7 +6,7 @@ from fabricamp.data.combined import CombinedLoader, combine
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.lengths import check_equal_lengths, check_limit, limit_batches, loader_length
-from fabricamp.data.loaders import release_workers, set_epoch, wire_loader
+from fabricamp.data.loaders import draw_a_pass, release_workers, set_epoch, wire_loader
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.data.transfer import move_to_device
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_equal_lengths",
     "check_limit",
     "combine",
+    "draw_a_pass",
     "limit_batches",
     "loader_length",
     "move_to_device",

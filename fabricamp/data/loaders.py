@@ -84,6 +84,13 @@ def release_workers(loader: Any) -> None:
         loader._iterator = None
 
 
+def draw_a_pass(loader: Any) -> None:
+    """Draws what beginning a pass over ``loader`` draws: the seed that torch gives to workers, of each loader in it."""
+    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+        if isinstance(one, DataLoader):
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=one.generator)
+
+
 def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
     """The sampler to replace: torch's own over all of the dataset, shuffled or in order; None where it is another."""
     if type(loader) is not DataLoader:

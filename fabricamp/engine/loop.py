@@ -42,11 +42,14 @@ class FitLoop:
         self._due = 0
         self._accumulate_grad_nodes: list[GradientEdge] = []
         self._told_of_no_step = False
+        self._idle = False
 
     def run(self) -> None:
         """Trains until a limit or a stop."""
         state, hooks = self.state, self.parts.hooks
-        if self.parts.feed.limit == 0:  # limit_train_batches=0: nothing is trained
+        # limit_train_batches=0, or an earlier fit came to the limit; a resumed run may have been cut before its last hooks.
+        self._idle = self.parts.feed.limit == 0 or not (self.parts.moments.resumed or self._goes_on())
+        if self._idle:
             return
         state.scope = Scope.TRAIN_EPOCH
         # Within an epoch, what the hooks of its beginning log is among the values that were saved.
@@ -97,7 +100,7 @@ class FitLoop:
 
     def end(self) -> None:
         """The hooks behind a training that was not interrupted."""
-        if self.parts.feed.limit != 0:
+        if not self._idle:
             call_all(self.parts.hooks("on_train_end"))
 
     def _goes_on(self) -> bool:

@@ -20,7 +20,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
 from fabricamp.rng import deterministic_mode
-from fabricamp.state import RunState, TrainerFn
+from fabricamp.state import TrainerFn
 from fabricamp.watchdog import interrupts
 
 if TYPE_CHECKING:
@@ -152,11 +152,13 @@ class Runner:
         self._join_loggers()
         self.take_callbacks(module)
         if fn is TrainerFn.FITTING:
-            trainer.state = RunState()
+            trainer.state = trainer.state.of_next_fit()
         trainer.state.begin(fn)
         trainer.state.started = time.monotonic()
         trainer.state.forget_stop()
         session = Session(self, fn, module, source)
+        if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
+            session.optimizers, session.schedulers = self.session.optimizers, self.session.schedulers  # the last fit's
         session.watchdog.start()
         return session
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import check_content, plain, read_together, write_checkpoint
-from fabricamp.data import release_workers
+from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.log_axis import LogAxis
@@ -76,6 +76,7 @@ class Session:
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: dict[str, Any] | None = None
+        self.resumed = False
         self.attachment = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
@@ -230,9 +231,12 @@ class Session:
             warn_of_misspelt_hooks(self.module, self.source.datamodule, self.trainer.callbacks)
         self.notices.begin()
         call_all(self.hooks("on_fit_start"))
-        if self.settings.num_sanity_val_steps and self.trainer.state.global_step == 0:
+        if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.global_step == 0):
             self._sanity_check()
         length = self.data.num_training_batches
+        if self.trainer.state.epoch and self.checkpoint is None:
+            # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.
+            draw_a_pass(self.data.train_loader)
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )
@@ -258,6 +262,7 @@ class Session:
         )
         update = self._open_update(parts)
         self.moments.begin(parts.feed, update)
+        self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
         return FitLoop(parts, update)
@@ -289,13 +294,13 @@ class Session:
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
         )
         return loop, [
-            self.data.feed(loader, length, index, begun=self.trainer.state.validations > 0)
+            self.data.feed(loader, length, index, begun=self.resumed and self.trainer.state.validations > 0)
             for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
         ]
 
     def _sanity_check(self) -> None:
         state = self.trainer.state
-        if not overrides(self.module, "validation_step", TrainingModule):
+        if not self.data.evaluation_loaders("val"):
             return
         state.stage = RunningStage.SANITY_CHECKING
         with isolate_rng():

@@ -60,7 +60,10 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     result = run()
     trainer, session = runner.trainer, runner.session
     assert session is not None
-    counters = ("epoch", "global_step", "batch_idx", "batches_done", "should_stop", "stop_reason", "interruption")
+    counters = (
+        "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
+        "should_stop", "stop_reason", "interruption",
+    )  # fmt: skip
     return {
         "result": result,
         "sections": move_to_device(session.record.save(*_SECTIONS), torch.device("cpu")),

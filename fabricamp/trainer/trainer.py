@@ -197,6 +197,9 @@ class Trainer(TrainerProperties):
     ) -> None:
         """Trains from the start, or goes on from a checkpoint.
 
+        A second fit counts epochs and steps on, with optimizers made anew: where a limit is reached already it says so and trains
+        nothing, and after ``trainer.fit_loop.max_epochs = n`` it goes on.  :meth:`reset` lets the next one count from 0.
+
         Args:
             model: the module to train.
             train_dataloaders: a loader, or a dict or list of loaders; None where the module or ``datamodule`` has them.
@@ -306,6 +309,20 @@ class Trainer(TrainerProperties):
                     result = session.evaluate(**options)
         leave_interrupted(self)
         return result
+
+    def reset(self) -> None:
+        """Lets the next fit begin at epoch 0 and step 0, as a new Trainer's would.
+
+        Loaders are asked for, and optimizers made, anew by every fit.  The module's weights stay, and so does what callbacks have
+        counted (``EarlyStopping``'s patience, the best checkpoint): give new ones, as in ``trainer.callbacks[:] = [...]``.
+
+        Example:
+            >>> trainer = Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False)
+            >>> trainer.reset()  # between two folds, say
+            >>> trainer.current_epoch, trainer.global_step
+            (0, 0)
+        """
+        self.state = RunState()
 
     # -- what callbacks call -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ MISSING = {
     "fine_tuning": "callback_metrics at Lightning's moments",
     "finetuning_callback": "callbacks.BaseFinetuning",
     "gan": "trainer.fit_loop.total_batch_idx",
-    "k_fold": "trainer.optimizers after validate",
     "lora": "callback_metrics at Lightning's moments",
     "metric_collection": "callback_metrics at Lightning's moments",
     "prediction_writer_callback": "callbacks.BasePredictionWriter",

@@ -1,0 +1,136 @@
+"""A Trainer's second fit counts on from the first, as Lightning's does, and trainer.reset() lets it begin anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fabricamp import Callback
+from fabricamp.callbacks import ModelCheckpoint
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Places(Classifier):
+    """Notes where each of its steps was."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+class Hooks(Callback):
+    """Notes which hooks were called."""
+
+    def __init__(self):
+        self.called = []
+
+    def on_fit_start(self, trainer, module):
+        self.called.append("fit")
+
+    def on_sanity_check_start(self, trainer, module):
+        self.called.append("sanity")
+
+    def on_train_start(self, trainer, module):
+        self.called.append("train")
+
+    def on_train_end(self, trainer, module):
+        self.called.append("train end")
+
+
+def fit(trainer, module=None, val=None):
+    """Four batches an epoch; returns the places of the steps."""
+    module = module or Places()
+    module.seen = []
+    trainer.fit(module, loader(16), val)
+    return module.seen
+
+
+def test_at_its_limit_it_trains_nothing_and_says_so(capsys):
+    hooks = Hooks()
+    trainer = quiet_trainer(max_epochs=2, callbacks=hooks, enable_model_summary=True)
+    fit(trainer)
+    hooks.called.clear()
+    capsys.readouterr()
+    assert fit(trainer) == []
+    assert (trainer.current_epoch, trainer.global_step) == (2, 8)
+    assert hooks.called == ["fit"]
+    assert "Nothing left to train at step 8: max_epochs=2 reached already" in capsys.readouterr().out
+
+
+def test_with_a_higher_limit_it_goes_on():
+    hooks, module = Hooks(), Places()
+    trainer = quiet_trainer(max_epochs=1, callbacks=hooks)
+    fit(trainer, module, loader(4))
+    before = trainer.optimizers[0]
+    trainer.fit_loop.max_epochs = 2
+    assert fit(trainer, module, loader(4)) == [(1, 0, 4), (1, 1, 5), (1, 2, 6), (1, 3, 7)]
+    assert hooks.called == ["fit", "sanity", "train", "train end"] * 2
+    assert trainer.optimizers[0] is not before
+
+
+@pytest.mark.parametrize("ends", ["max_steps", "stop"])
+def test_an_epoch_that_a_limit_or_a_stop_ended_counts(ends):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if ends == "stop" and trainer.global_step == 6:
+                trainer.should_stop = True
+
+    trainer = quiet_trainer(max_epochs=-1, max_steps=6 if ends == "max_steps" else 9, callbacks=Stop())
+    assert fit(trainer)[-1] == (1, 1, 5)
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    assert fit(trainer) == [(2, 0, 6), (2, 1, 7), (2, 2, 8)]
+
+
+def test_checkpoints_and_logs_go_on_by_the_same_count(tmp_path):
+    best = ModelCheckpoint(tmp_path, save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=1, callbacks=best, enable_checkpointing=True)
+    fit(trainer)
+    trainer.fit_loop.max_epochs = 2
+    fit(trainer)
+    fit(trainer)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
+
+
+def test_a_checkpoint_says_where_to_go_on(tmp_path):
+    trainer = quiet_trainer(max_epochs=1)
+    fit(trainer)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    trainer.fit_loop.max_epochs = 3
+    fit(trainer)
+    module = Places()
+    trainer.fit(module, loader(16), ckpt_path=tmp_path / "one.ckpt")
+    assert module.seen[0] == (1, 0, 4)
+    assert trainer.global_step == 12
+
+
+def test_after_reset_it_begins_anew():
+    trainer = quiet_trainer(max_epochs=1)
+    fit(trainer)
+    trainer.reset()
+    assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+    assert fit(trainer)[0] == (0, 0, 0)
+
+
+def test_in_workers_too():
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy="ddp", start_method="fork")
+    trainer.fit(Classifier(), loader(16))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Classifier(), loader(16))
+    assert (trainer.current_epoch, trainer.global_step) == (3, 6)
+
+
+def test_the_optimizers_of_the_fit_are_there_behind_an_evaluation(tmp_path):
+    module, trainer = Classifier(), quiet_trainer(max_epochs=1)
+    trainer.fit(module, loader(16))
+    optimizer = trainer.optimizers[0]
+    trainer.validate(module, loader(4), verbose=False)
+    assert trainer.optimizers == [optimizer]
+    trainer.save_checkpoint(tmp_path / "behind.ckpt")
+    (saved,) = torch.load(tmp_path / "behind.ckpt", weights_only=True)["optimizer_states"]
+    assert torch.equal(saved["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
+    trainer.validate(Classifier(), loader(4), verbose=False)
+    assert trainer.optimizers == []
