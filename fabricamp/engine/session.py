@@ -300,7 +300,7 @@ class Session:
 
     def _sanity_check(self) -> None:
         state = self.trainer.state
-        if not self.data.evaluation_loaders("val"):
+        if not (overrides(self.module, "validation_step", TrainingModule) and self.data.defines("val")):
             return
         state.stage = RunningStage.SANITY_CHECKING
         with isolate_rng():

@@ -211,6 +211,12 @@ class DataSource:
 
         return prepare
 
+    def defines(self, name: str) -> bool:
+        """Whether somebody says what the loaders of ``name`` are; nobody is asked for them."""
+        owners = ((self._source.datamodule, DataModule), (self._module, ModuleHooks))
+        written = any(one is not None and overrides(one, f"{name}_dataloader", base) for one, base in owners)
+        return written or self._source.given(name) is not None
+
     def _ask(self, name: str) -> Any:
         given = self._source.given(name)
         if given is not None:

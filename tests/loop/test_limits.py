@@ -315,7 +315,7 @@ def test_a_trial_run_leaves_no_files(value, batches, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
-def test_a_second_fit_begins_anew(precision):
+def test_after_a_reset_a_fit_begins_anew(precision):
     class Scheduled(Diary):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
@@ -327,6 +327,7 @@ def test_a_second_fit_begins_anew(precision):
     trainer.validate(Diary(), loader(4), verbose=False)
     for _ in range(2):
         module = Scheduled()
+        trainer.reset()
         trainer.fit(module, loader(16))
         assert module.notes == fresh.notes
         assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 8, 0)

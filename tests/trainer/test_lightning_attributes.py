@@ -199,6 +199,7 @@ def test_callbacks_are_the_list_that_the_next_run_takes():
     assert trainer.callbacks is callbacks
     assert callbacks == [first, added, early]
     callbacks.remove(first)
+    trainer.reset()
     trainer.fit(Adds(), loader(8))
     assert [first.calls, added.calls, early.calls] == [1, 2, 2]
 
