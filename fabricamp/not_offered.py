@@ -16,10 +16,12 @@ _LOG_SERVER: Final = "write a Logger around its package (docs/architecture.md, A
 _OWN_LOOP: Final = (
     "override the hooks of a LightningModule, or set automatic_optimization = False and step in training_step"
 )
+_ONE_FILE: Final = "a checkpoint is one file here, whole already"
 _HARDWARE: Final = "give Trainer(accelerator='cpu' or 'gpu')"
 
 NOT_OFFERED: Final = {
-    "accelerators": _HARDWARE,
+    "accelerators.MPSAccelerator": _HARDWARE,
+    "accelerators.XLAAccelerator": _HARDWARE,
     "callbacks.BackboneFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.BasePredictionWriter": "write what predict returns, or a Callback with on_predict_batch_end",
@@ -45,6 +47,8 @@ NOT_OFFERED: Final = {
     "loggers.MLFlowLogger": _LOG_SERVER,
     "loggers.NeptuneLogger": _LOG_SERVER,
     "loggers.WandbLogger": _LOG_SERVER,
+    "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",
+    "core.saving": "a module's class has load_from_checkpoint, and a logger writes hparams.yaml",
     "loops": _OWN_LOOP,
     "overrides": _OWN_LOOP,
     "plugins": "give Trainer(precision=...) and strategy= a name or an object, such as OptLevel('O2') or DDP(bucket_cap_mb=50)",
@@ -54,13 +58,36 @@ NOT_OFFERED: Final = {
     "strategies.FSDPStrategy": _SHARDED,
     "strategies.ModelParallelStrategy": _SHARDED,
     "strategies.ParallelStrategy": "derive from fabricamp.strategies.ProcessGroupStrategy",
+    "strategies.SingleDeviceXLAStrategy": _HARDWARE,
+    "strategies.XLAStrategy": _HARDWARE,
+    "strategies.launchers": "give Trainer(start_method='spawn' or 'fork'), or start the script by torchrun",
+    "trainer.call": _OWN_LOOP,
+    "trainer.connectors": "what a connector holds is an attribute of the Trainer (docs/from-lightning.md)",
     "tuner": "give the learning rate and the batch size",
+    "utilities.argparse": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
+    "utilities.cloud_io": "read a checkpoint with torch.load(path, weights_only=True), a remote one through fsspec",
+    "utilities.compile": "call torch.compile on what the step calls, or module.compile()",
+    "utilities.consolidate_checkpoint": _ONE_FILE,
+    "utilities.data": "a DataLoader has its own batch size; self.log(batch_size=...) says it where it cannot be seen",
+    "utilities.deepspeed": _ONE_FILE,
+    "utilities.enums": "give strings, such as gradient_clip_algorithm='norm'",
     "utilities.find_shared_parameters": "shared parameters stay shared",
+    "utilities.imports": "ask importlib.util.find_spec whether a package is there",
+    "utilities.memory": "call gc.collect() and torch.cuda.empty_cache()",
+    "utilities.migration": "Lightning 2's files load as they are (docs/reliability.md)",
+    "utilities.model_helpers": "compare the methods of the classes",
+    "utilities.model_registry": "upload ModelCheckpoint's best_model_path after fit",
     "utilities.set_shared_parameters": "shared parameters stay shared",
+    "utilities.signature_utils": "call inspect.signature",
+    "utilities.testing": "use pytest.mark.skipif",
+    "utilities.upgrade_checkpoint": "Lightning 2's files load as they are (docs/reliability.md)",
+    "utilities.warnings": "filter by message; warnings of fabricamp begin with 'fabricamp'",
 }
 """What to do instead, by the name below ``fabricamp``."""
 
 _PATHS: Final = {
+    "accelerators.mps": "accelerators.MPSAccelerator",
+    "accelerators.xla": "accelerators.XLAAccelerator",
     "callbacks.batch_size_finder": "callbacks.BatchSizeFinder",
     "callbacks.checkpoint": "callbacks.Checkpoint",
     "callbacks.device_stats_monitor": "callbacks.DeviceStatsMonitor",
@@ -84,6 +111,9 @@ _PATHS: Final = {
     "strategies.fsdp": "strategies.FSDPStrategy",
     "strategies.model_parallel": "strategies.ModelParallelStrategy",
     "strategies.parallel": "strategies.ParallelStrategy",
+    "strategies.single_xla": "strategies.SingleDeviceXLAStrategy",
+    "strategies.xla": "strategies.XLAStrategy",
+    "utilities.parameter_tying": "utilities.find_shared_parameters",
 }
 """Lightning's paths to what is not offered."""
 

@@ -95,6 +95,7 @@ class RunState:
         "agreed",
         "batch",
         "batch_idx",
+        "batches",
         "batches_done",
         "closed_at",
         "dataloader_idx",
@@ -130,6 +131,8 @@ class RunState:
         self.global_step = 0
         self.batch_idx = 0
         self.batches_done = 0
+        # The micro-batches of the epoch as the loop takes them, numbered; None outside of it.
+        self.batches: enumerate[Any] | None = None
         self.open_batches = 0
         self.batch: Any = None
         self.dataloader_idx = 0
@@ -206,6 +209,14 @@ class RunState:
     def interrupted(self) -> bool:
         """Whether Ctrl-C or a signal cut the run."""
         return bool(self.interruption)
+
+    @property
+    def open_batch(self) -> bool:
+        """Whether a micro-batch was begun that does not count as done yet; costs the loop nothing."""
+        if self.batches is None:
+            return False
+        pickled: Any = self.batches.__reduce__()  # (enumerate, (batches, the next number))
+        return bool(pickled[1][1] > self.batch_idx)
 
     @property
     def cut(self) -> bool:

@@ -152,7 +152,8 @@ class FitLoop:
         first, steps = state.batch_idx, state.global_step
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
         last = first > 0
-        for batch_idx, batch in enumerate(feed.behind(first), first):
+        state.batches = enumerate(feed.behind(first), first)
+        for batch_idx, batch in state.batches:
             state.batch, last = batch, feed.last
             if starts and self._skips(batch, batch_idx):
                 last = True
@@ -184,7 +185,7 @@ class FitLoop:
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
         self._check_fed(trained=state.global_step > steps or not last or first == state.batch_idx > 0)
-        state.batch = None
+        state.batch = state.batches = None
         return last
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
@@ -255,7 +256,7 @@ class FitLoop:
         validate = cast("Callable[[], bool]", self.parts.validate)
         if self.update.window_state() is None:
             self.parts.module.on_validation_model_zero_grad()
-        self.state.batch = None
+        self.state.batch = self.state.batches = None
         cut_short = validate()
         if not cut_short:
             self.state.validated_at = self.state.batches_done

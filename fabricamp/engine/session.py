@@ -126,6 +126,7 @@ class Session:
         self.attachment = self.module.attach(self.trainer, self.metrics, fits=self.fn is TrainerFn.FITTING)
         if self.source.datamodule is not None:
             self.source.datamodule.trainer = self.trainer
+        self.strategy.attach(self)
         self.metrics.sinks.append(LogAxis(self.trainer.state, self.delivery).deliver)
 
     def _prepare_data(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -56,6 +57,7 @@ class Strategy(NamesKeywords):
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
 
+    _session: Callable[[], object] = staticmethod(lambda: None)
     start_method: str | None = None
     """How processes are started where the Trainer's ``start_method`` is "auto"; None for what fits."""
 
@@ -107,6 +109,39 @@ class Strategy(NamesKeywords):
     def world_size(self) -> int:
         """The number of processes."""
         return self.environment.world_size
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the running, or last, fit, validate, test or predict; None before the first."""
+        return getattr(self._session(), "module", None)
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self.lightning_module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What ``configure_optimizers`` returned."""
+        return getattr(self._session(), "optimizers", [])
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision."""
+        return getattr(self._session(), "precision", None)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        """Returns whether the ``decision`` of ``all`` ranks, or of any of them, is true."""
+        found = self.all_gather_object(bool(decision))
+        return min(found) if all else max(found)
+
+    def attach(self, session: object) -> None:
+        """Lets others ask for the module and its optimizers; the Trainer calls it."""
+        self._session = weakref.ref(session)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the last run."""
+        return {key: value for key, value in self.__dict__.items() if key != "_session"}
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Takes its place among the processes and makes ``device`` the current one."""
@@ -162,19 +197,19 @@ class Strategy(NamesKeywords):
     def reduce_statistics(self, statistics: Tensor) -> None:
         """Sums gradient statistics over ranks that each hold a part of the gradients; nothing to do elsewhere."""
 
-    def reduce(self, value: Tensor, op: str = "mean") -> Tensor:
+    def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
 
         Integers stay exact: their sum is int64, their mean float64.
         """
-        check_reduction(op, value)
+        check_reduction(reduce_op, value)
         integral = not (value.is_floating_point() or value.is_complex())
-        if integral and op in ("mean", "sum"):
-            return value.detach().to(torch.float64 if op == "mean" else torch.int64)
+        if integral and reduce_op in ("mean", "sum"):
+            return value.detach().to(torch.float64 if reduce_op == "mean" else torch.int64)
         return value.detach()
 
-    def broadcast(self, value: Value, source: int = 0) -> Value:
-        """Returns rank ``source``'s ``value`` (anything that pickles) on every rank."""
+    def broadcast(self, value: Value, src: int = 0) -> Value:
+        """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
         return value
 
     def all_gather(self, value: Tensor) -> Tensor:

@@ -103,27 +103,27 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = False
         self._store = None
 
-    def reduce(self, value: Tensor, op: str = "mean") -> Tensor:
+    def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
 
         Integers stay exact: their sum is int64, their mean float64.
         """
-        check_reduction(op, value)
+        check_reduction(reduce_op, value)
         value = value.detach()
         integral = not (value.is_floating_point() or value.is_complex())
         travelling = value.to(
             self._transport_device(value), _TRANSPORT.get(value.dtype, value.dtype), copy=True
         ).contiguous()
-        dist.all_reduce(travelling, _OPERATIONS[op])
-        if op == "mean":
+        dist.all_reduce(travelling, _OPERATIONS[reduce_op])
+        if reduce_op == "mean":
             travelling = (travelling.double() if integral else travelling) / self.world_size
-        keeps_transport = integral and op in ("mean", "sum")
+        keeps_transport = integral and reduce_op in ("mean", "sum")
         return travelling.to(value.device, travelling.dtype if keeps_transport else value.dtype)
 
-    def broadcast(self, value: Value, source: int = 0) -> Value:
-        """Returns rank ``source``'s ``value`` (anything that pickles) on every rank."""
-        box: list[Any] = [value if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source, device=self.device if self.device.type == "cuda" else None)
+    def broadcast(self, value: Value, src: int = 0) -> Value:
+        """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
+        box: list[Any] = [value if self.rank == src else None]
+        dist.broadcast_object_list(box, src=src, device=self.device if self.device.type == "cuda" else None)
         return cast("Value", box[0])
 
     def all_gather(self, value: Tensor) -> Tensor:

@@ -62,6 +62,24 @@ class EpochLoop:
         return self._trainer.global_step
 
     @property
+    def batch_idx(self) -> int:
+        """The number of the micro-batch that was begun last, in its epoch; -1 before the first."""
+        return self.batch_progress.current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs."""
+        return self.batch_progress.total.ready - 1
+
+    @property
+    def batch_progress(self) -> Progress:
+        """How many micro-batches were begun and done."""
+        state = self._trainer.state
+        begun = 1 if state.open_batch else 0
+        current, total = state.batch_idx, state.batches_done
+        return Progress(Count(current + begun, current), Count(total + begun, total))
+
+    @property
     def val_loop(self) -> EvaluationLoop:
         """The validation within fit."""
         return EvaluationLoop(self._trainer, "val")
@@ -105,6 +123,16 @@ class FitLoop:
     def min_steps(self) -> int:
         """The steps that a stop request has to wait for."""
         return self._trainer.min_steps
+
+    @property
+    def batch_idx(self) -> int:
+        """The number of the micro-batch that was begun last, in its epoch; -1 before the first."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs."""
+        return self.epoch_loop.total_batch_idx
 
     @property
     def max_batches(self) -> float:

@@ -9,6 +9,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
+from fabricamp.launch.accelerators import Accelerator, accelerator_of
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerStatus
@@ -325,6 +326,16 @@ class TrainerProperties(TrainerLimits):
     def world_size(self) -> int:
         """The number of processes; known before the first run too."""
         return self._runner.num_processes if self._runner.launches else self.strategy.world_size
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What kind of devices it runs on, as one of Lightning's objects."""
+        return accelerator_of(self.device_type)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """What torch's ``DistributedSampler`` takes; empty for one process."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else {}
 
     @property
     def device_ids(self) -> list[int]:

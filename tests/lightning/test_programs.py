@@ -22,7 +22,6 @@ MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
     "fine_tuning": "callback_metrics at Lightning's moments",
     "finetuning_callback": "callbacks.BaseFinetuning",
-    "gan": "trainer.fit_loop.total_batch_idx",
     "lora": "callback_metrics at Lightning's moments",
     "metric_collection": "callback_metrics at Lightning's moments",
     "prediction_writer_callback": "callbacks.BasePredictionWriter",

@@ -58,7 +58,7 @@ def check_values(strategy):
     assert strategy.reduce(torch.tensor(rank == 1, device=strategy.device), "max").item() is True
     assert strategy.reduce(torch.tensor(2**60 + rank, device=strategy.device), "sum").item() == 2**61 + 1
     assert strategy.all_gather(torch.tensor([rank], dtype=torch.int16)).tolist() == [[0], [1]]
-    assert strategy.broadcast({"rank": rank}, source=1) == {"rank": 1}
+    assert strategy.broadcast({"rank": rank}, src=1) == {"rank": 1}
     assert strategy.all_gather_object(rank) == [0, 1]
     strategy.barrier()
 

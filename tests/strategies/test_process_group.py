@@ -79,7 +79,7 @@ def check_odd_tensors(strategy):
 def check_objects(strategy):
     rank = strategy.rank
     assert strategy.broadcast({"from": rank}) == {"from": 0}
-    assert strategy.broadcast({"from": rank}, source=1) == {"from": 1}
+    assert strategy.broadcast({"from": rank}, src=1) == {"from": 1}
     assert strategy.all_gather_object(["x"] * rank) == [["x"] * other for other in range(strategy.world_size)]
     strategy.barrier("the end of a check")
 

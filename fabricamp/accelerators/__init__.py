@@ -1,0 +1,14 @@
+"""Lightning's path to kinds of devices, as ``trainer.accelerator`` is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricamp.launch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
+from fabricamp.not_offered import missing
+
+__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "find_usable_cuda_devices"]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name, __all__)
