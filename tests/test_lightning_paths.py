@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fabricamp
-from fabricamp import ConfigError
+from fabricamp import ConfigError, not_offered
 from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar, model_summary
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
@@ -164,3 +166,27 @@ def test_hooks_of_ours_name_the_module_as_lightnings_do():
         for name in ("setup", "get_metrics", *(name for name in dir(kind) if name.startswith("on_"))):
             if hasattr(kind, name):
                 assert list(inspect.signature(getattr(kind, name)).parameters)[1:3] == ["trainer", "pl_module"], name
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "from-lightning.md").read_text()
+
+
+def not_offered_on_the_page():
+    section = PAGE[PAGE.index("## What is not offered") :].split("\n## ")[0]
+    cells = [
+        line.split("|")[1] for line in section.splitlines() if line.startswith("| ") and "Lightning's |" not in line
+    ]
+    names = []
+    for cell in cells:
+        part = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            if "(" in name or part == "Trainer":  # an argument of the Trainer
+                part = "Trainer"
+                continue
+            part = name.rpartition(".")[0] if "." in name else "" if name in not_offered.NOT_OFFERED else part
+            names.append(name if "." in name or not part else f"{part}.{name}")
+    return names
+
+
+def test_the_page_names_what_is_not_offered_and_nothing_else():
+    assert sorted(not_offered_on_the_page()) == sorted(not_offered.NOT_OFFERED)
