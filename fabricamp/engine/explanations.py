@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
 _UNKNOWN_OPTION = re.compile(r"TrainingModule\.log\(\) got an unexpected keyword argument '(\w+)'")
 _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type .* should be the same")
+_PAST_THE_END = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")
 _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
 def explain(error: BaseException, module: nn.Module, precision: str) -> None:
     """Adds to ``error`` what to change, where its own words do not say; ``precision`` is Lightning's name of the run's."""
-    for words in (*_unknown_option(error), *_dtypes_that_differ(error, module, precision)):
+    found = (_unknown_option(error), _dtypes_that_differ(error, module, precision), _schedule_at_its_end(error))
+    for words in itertools.chain(*found):
         error.add_note(f"fabricamp: {words}")
 
 
@@ -49,4 +52,13 @@ def _dtypes_that_differ(error: BaseException, module: nn.Module, precision: str)
         yield (
             f"{name}'s parameters are float32, and it was given float64, which is numpy's default; convert that with .float(), "
             "or give Trainer(precision='64-true')"
+        )
+
+
+def _schedule_at_its_end(error: BaseException) -> Iterator[str]:
+    found = _PAST_THE_END.search(str(error)) if isinstance(error, ValueError) else None
+    if found is not None:
+        yield (
+            f"a OneCycleLR of {found[1]} steps was to make one more; build it with "
+            f"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps={found[1]}"
         )

@@ -61,7 +61,7 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     trainer, session = runner.trainer, runner.session
     assert session is not None
     counters = (
-        "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
+        "fn", "status", "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
         "should_stop", "stop_reason", "interruption",
     )  # fmt: skip
     return {

@@ -193,6 +193,7 @@ def test_what_workers_did_comes_back_to_the_caller(method, tmp_path):
     alone, twin = quiet_trainer(**options, precision="O2"), Late()
     alone.fit(twin, loader(32, 8), loader(7, 2))
     assert (trainer.global_step, trainer.current_epoch) == (alone.global_step, alone.current_epoch) == (8, 2)
+    assert (trainer.state.fn, trainer.state.status) == (alone.state.fn, alone.state.status) == ("fit", "finished")
     assert trainer.skipped_steps == alone.skipped_steps == 1
     assert (trainer.num_training_batches, trainer.num_val_batches) == (4, [2])
     for name, value in twin.state_dict().items():

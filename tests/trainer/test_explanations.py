@@ -85,6 +85,22 @@ def test_a_batch_of_float64(layer):
     assert "it was given float64, which is numpy's default; convert that with .float()" in note
 
 
+def test_a_schedule_that_is_at_its_end():
+    class Cycle(Line):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            steps = self.options.pop("steps", None) or self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    (note,) = notes_of(Cycle(steps=2), torch.ones(1, 2), ValueError, max_epochs=4, max_steps=-1)
+    assert note == (
+        "fabricamp: a OneCycleLR of 2 steps was to make one more; build it with "
+        "total_steps=self.trainer.estimated_stepping_batches, or train with max_steps=2"
+    )
+    Trainer(**{**QUIET, "max_epochs": 4}).fit(Cycle(), [torch.ones(1, 2)])
+
+
 def test_other_errors_get_no_note():
     assert notes_of(Line(), torch.ones(1, 3), RuntimeError) == []
     assert notes_of(Line(on_step="yes"), torch.ones(1, 2), ConfigError) == []
