@@ -29,7 +29,7 @@ from fabricamp.trainer.given_parts import as_callbacks, as_loggers
 from fabricamp.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
     from pathlib import Path
 
@@ -125,7 +125,7 @@ class Trainer(TrainerProperties):
         gradient_clip_algorithm: str | None = "norm",
         nan_policy: str | None = None,
         logger: Logger | list[Logger] | bool | None = True,
-        callbacks: list[Callback | str] | Callback | str | None = None,
+        callbacks: Sequence[Callback | str] | Callback | str | None = None,
         enable_checkpointing: bool | None = True,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = True,

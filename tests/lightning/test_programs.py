@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -98,6 +99,11 @@ def test_other_digits_are_seen():
     assert not nearly("loss 0.12345678 in 3 steps", "loss 0.12345698 in 3 steps", LAST_DIGITS)
     assert not nearly("loss 0.12345678 in 3 steps", "loss 0.12345678 in 4 steps", LAST_DIGITS)
     assert list(differences("weights 0.12345678", "weights 0.12345679")) or not torch_computes_the_same()
+
+
+def test_the_script_that_mypy_checks_runs(capsys):
+    runpy.run_path(str(HERE / "typed.py"), run_name="__main__")
+    assert "0.1" in capsys.readouterr().out.splitlines()[-2]
 
 
 @pytest.mark.slow
