@@ -49,7 +49,7 @@ def draw(found):
         points = " ".join(place((index + 1) / len(values), loss) for index, loss in enumerate(values))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         parts.append(text(WIDTH - 220, TOP + 24 + 18 * number, name, f'fill="{colour}"'))
-    title = f"Loss (nats a byte) of a small GPT, {found['device']}, torch {found['torch']}"
+    title = f"Loss (nats per byte) of a small GPT, {found['device']}, torch {found['torch']}"
     parts.append(text(WIDTH - 220, TOP + 24 + 18 * len(SHOWN) + 4, found["device"], 'fill="#666666"'))
     body = "\n".join(parts)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'

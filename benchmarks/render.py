@@ -185,9 +185,9 @@ def steps(rows):
 
 def learning(result):
     about = (
-        f"Losses (nats a byte) of a small GPT over {result['steps']} steps, with equal batches and, but for the second row, equal\n"
-        "weights at the start: the mean of the last 100 steps, how far it is from torch's fp32 loop, and the largest gap of means\n"
-        "over 100 steps on the way. The second row says what noise is."
+        f"Losses (nats per byte) of a small GPT over {result['steps']} steps, with equal batches and, but for the second row,\n"
+        "equal weights at the start: the mean of the last 100 steps, how far it is from torch's fp32 loop, and the largest gap\n"
+        "of means over 100 steps on the way. The second row says what noise is."
     )
     rows = [
         [row["run"], f"{row['final']:.4f}", f"{row['over_fp32']:+.4f}", f"{row['largest_gap']:.4f}"]

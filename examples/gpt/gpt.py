@@ -93,10 +93,13 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean cross-entropy (nats a token), in fp32; ``tokens`` and ``targets`` are integers (batch, length)."""
+        """Returns the mean cross-entropy (nats per token), in fp32; ``tokens`` and ``targets`` are integers (batch, length)."""
+        return self.loss(self.scores(tokens), targets)
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of what follows each token, (batch, length, vocabulary)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
-        return self.loss(self.head(hidden), targets)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
 
 
 class LanguageModel(TrainingModule):
@@ -127,6 +130,15 @@ class LanguageModel(TrainingModule):
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", self._loss(batch), batch_size=len(batch[0]))
+
+    @torch.no_grad()
+    def write(self, start: str, length: int = 200) -> str:
+        """Returns ``start`` and ``length`` more bytes as the network would go on, each drawn from what it expects."""
+        text = torch.tensor([list(start.encode())], device=self.device)
+        for _ in range(length):
+            scores = self.net.scores(text[:, -self.hparams.context :])[0, -1].float()
+            text = torch.cat([text, torch.multinomial((scores / 0.7).softmax(dim=0), 1)[None]], dim=1)
+        return bytes(text[0].tolist()).decode(errors="replace")
 
     def configure_optimizers(self) -> dict[str, Any]:
         matrices = [one for one in self.parameters() if one.dim() > 1]

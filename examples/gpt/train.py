@@ -70,6 +70,7 @@ def main() -> None:
     if trainer.is_global_zero:
         title = f"GPT on Python's standard library, {options.precision}, {options.optimizer} optimizer"
         report(title, result["test_loss"], tokens / stopwatch.seconds, checkpoint, logs)
+        print(f"What it writes by itself:\n\n{module.write('def ')}")
 
 
 def report(title: str, loss: float, tokens_per_second: float, checkpoint: str, logs: str) -> None:
@@ -79,7 +80,7 @@ def report(title: str, loss: float, tokens_per_second: float, checkpoint: str, l
     table = Table(title=title, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("test loss", f"{loss:.3f} nats a byte")
+    table.add_row("test loss", f"{loss:.3f} nats per byte")
     table.add_row("tokens/s", f"{tokens_per_second:.0f}")
     table.add_row("checkpoint", shown(checkpoint))
     table.add_row("TensorBoard logs", shown(logs))

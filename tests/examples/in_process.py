@@ -26,7 +26,7 @@ def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
 
 @cache
 def gpt_losses(precision, optimizer, accelerator="cpu"):
-    """Losses of a small variant of the GPT example (nats a byte): on the test text after 50 steps, and before the first."""
+    """Losses of a small variant of the GPT example (nats per byte): on the test text after 50 steps, and before the first."""
     from examples.gpt.gpt import LanguageModel, SourceText
 
     seed_everything(0)
