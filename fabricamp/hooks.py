@@ -36,7 +36,7 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
             on_train_batch_end (c, m)
         on_validation_model_zero_grad (m)           where the epoch is validated, as the next line
         the validation
-        on_train_epoch_end (c, m)                   callbacks with ``monitors = True`` come last
+        on_train_epoch_end (c, m)                   the epoch's values are reduced; callbacks with ``monitors = True`` come last
         on_save_checkpoint (c, m)                   where a ModelCheckpoint writes
     on_train_end (c, m)
     on_fit_end (c, m)

@@ -33,13 +33,13 @@ def checks_at_train_epoch_end(trainer: Trainer) -> bool:
 
 def monitored_value(trainer: Trainer, monitor: str) -> float | None:
     """The last epoch value of ``monitor``; None where it was not logged."""
-    value = trainer.callback_metrics.get(monitor)
+    value = trainer.monitored_metrics.get(monitor)
     return None if value is None else float(value)
 
 
 def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
     """Words for a metric that ``what`` needs and nobody logged."""
-    known = sorted(trainer.callback_metrics)
+    known = sorted(trainer.monitored_metrics)
     exist = (
         f"logged so far: {', '.join(known)}"
         if known

@@ -29,7 +29,8 @@ class Callback(NamesKeywords):
     """
 
     monitors: ClassVar[bool] = False
-    """True for callbacks that read the epoch's metrics: their ``on_train_epoch_end`` runs last, after the reduction over ranks."""
+    """True for callbacks that decide by the epoch's metrics: their ``on_train_epoch_end`` runs last, when what the others have
+    logged is reduced over ranks too."""
 
     @property
     def state_key(self) -> str:

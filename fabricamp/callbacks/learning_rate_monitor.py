@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
+from fabricamp.metrics.views import as_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,7 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, as it is before the step it belongs to.
 
     Names: ``lr-Adam``, ``lr-Adam-1`` for a second optimizer of that class, ``lr-Adam/pg1`` or ``lr-Adam/<its name>`` for one of
-    several groups, or the scheduler's ``name``.
+    several groups, or the scheduler's ``name``.  The values are in ``trainer.callback_metrics`` too: they can be monitored.
 
     Args:
         logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: steps).
@@ -70,15 +71,16 @@ class LearningRateMonitor(Callback):
         self._log(trainer, "step", trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Logs those that change by epoch."""
-        self._log(trainer, "epoch", trainer.global_step)
+        """Logs those that change by epoch; an epoch that a resumed run goes on with has been logged."""
+        if trainer.state.batch_idx == 0:
+            self._log(trainer, "epoch", trainer.global_step)
 
     def _due_after(self, trainer: Trainer, step: int) -> int:
         every = trainer.log_every_n_steps or 1
         return (step // every + 1) * every
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
-        if not trainer.is_global_zero or self.logging_interval not in (None, interval):
+        if self.logging_interval not in (None, interval):
             return
         values: dict[str, float] = {}
         for name, own_interval, optimizer in self._names:
@@ -86,7 +88,9 @@ class LearningRateMonitor(Callback):
                 values.update(self._values(name, optimizer))
         if values:
             self.last_values.update(values)
-            trainer.delivery.log_metrics(values, step)
+            trainer.callback_metrics.update(as_tensors(values))
+            if trainer.is_global_zero:
+                trainer.delivery.log_metrics(values, step)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
         groups = optimizer.param_groups

@@ -20,6 +20,7 @@ from fabricamp.callbacks._save_plan import Plan, Planner
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint import places
 from fabricamp.errors import ConfigError
+from fabricamp.metrics.views import score_tensor
 from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_score(self) -> Tensor | None:
         """What ``monitor`` was there."""
-        return _score(self._kept.scores.get(self._kept.best))
+        return score_tensor(self._kept.scores.get(self._kept.best))
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
@@ -147,7 +148,7 @@ class ModelCheckpoint(Callback):
     @property
     def kth_value(self) -> Tensor | None:
         """What ``monitor`` was there."""
-        return _score(self._kept.scores.get(self.kth_best_model_path))
+        return score_tensor(self._kept.scores.get(self.kth_best_model_path))
 
     @property
     def last_model_path(self) -> str:
@@ -261,6 +262,7 @@ class ModelCheckpoint(Callback):
         """Saves where the step or the time has come."""
         step, cadence = trainer.global_step, self._cadence
         if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
+            trainer.reduce_step_metrics()  # what is saved is judged by this step's values
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -362,7 +364,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
-        return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _judge_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
         """Raises where the monitor is missing that every epoch should have logged by now; notes one that may still come."""
@@ -394,7 +396,3 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
             )
         check_cadence(self.every, self.every_n_train_steps, self.every_n_epochs, self.train_time_interval)
-
-
-def _score(value: float | None) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -91,6 +91,8 @@ class EvaluationLoop:
             self.cut_short = self._agreement.ended_early(here=self.cut_short)
 
     def _call_end(self) -> None:
+        if self._kind != "predict":
+            self._metrics.reduce_evaluation(self._state.global_step)
         call_all(self._epoch_end)
         if self._kind != "predict":
             self._metrics.end_evaluation(self._state.global_step)

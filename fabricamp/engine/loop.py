@@ -56,7 +56,8 @@ class FitLoop:
         self.metrics.muted = self.parts.moments.resumed and state.batch_idx > 0
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
-        # The order at the end of an epoch: callbacks, module, reduction over ranks, then those that read the reduced values.
+        # The order at the end of an epoch: reduction over ranks, callbacks, module, reduction of what these have logged, then those
+        # that decide by the reduced values.
         epoch_end = hooks.callbacks("on_train_epoch_end", monitors=False) + hooks.module("on_train_epoch_end")
         monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
         if state.batch_idx == 0:
@@ -77,6 +78,7 @@ class FitLoop:
             if not complete:
                 self.parts.moments.note_cut()
             state.scope = Scope.TRAIN_EPOCH
+            self.metrics.reduce_train_epoch(state.global_step)
             call_all(epoch_end)
             self.metrics.end_train_epoch(state.global_step)
             if complete:

@@ -67,10 +67,8 @@ class Schedules:
 
     def _watched(self, config: SchedulerConfig) -> Any:
         if config.interval == "step":
-            # Due now, so the values of this step are read now: a flush that is waited for.
-            self._metrics.flush(self._state.global_step)
-            self._metrics.drain()
-        known = self._metrics.callback_metrics
+            self._metrics.reduce_steps(self._state.global_step)  # due now, so the values of this step are waited for
+        known = self._metrics.monitored()
         value = known.get(str(config.monitor))
         if value is None and config.strict:
             logged = ", ".join(sorted(known)) or "nothing yet"

@@ -317,6 +317,7 @@ class Session:
             ):  # the first validation starts its workers, and draws what that draws
                 release_workers(loader)
             call_all(self.hooks("on_sanity_check_end"))
+            self.metrics.forget()
         state.stage = RunningStage.TRAINING
 
     def _validate(self) -> bool:
@@ -386,6 +387,8 @@ class Session:
         self.moments.end()
         self.conversion.undo()
         revert_syncbn_model(self.module, self._synchronised)
+        if not failed:
+            self.metrics.close()
         if not failed or self.strategy.world_size == 1:
             # After a failure the other ranks may be anywhere: leaving the group would wait for them.
             self.strategy.teardown()

@@ -38,10 +38,10 @@ def start_workers(
     session = Session(runner, fn, module, source)
     session.attach()
     session.attachment.metrics = None  # the run is over
+    session.metrics.close()
     session.record.restore(outcome["sections"], "what the workers sent back", *_SECTIONS)
     session.data.take_lengths(outcome["lengths"])
-    session.metrics.callback_metrics.update(outcome["callback_metrics"])
-    session.metrics.logged_metrics.update(outcome["logged_metrics"])
+    session.metrics.take_published(outcome["metrics"], outcome["metrics"])
     runner.session = session
     return outcome["result"]
 
@@ -72,6 +72,5 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
         "skipped_steps": trainer.skipped_steps,
         "lengths": session.data.lengths(),
         "loggers": [one.identity() for one in trainer.loggers],
-        "callback_metrics": dict(trainer.callback_metrics),
-        "logged_metrics": dict(trainer.logged_metrics),
+        "metrics": session.metrics.published(),
     }

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fabricamp.errors import DistributedError
 from fabricamp.metrics import exchange
@@ -15,12 +16,11 @@ from fabricamp.metrics.recording import Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import NO_LOADER, MetricTable
 from fabricamp.metrics.values import plain_value
-from fabricamp.state import RunningStage
+from fabricamp.metrics.views import View, as_numbers, filled, latest_of_hooks, latest_steps
+from fabricamp.state import RunningStage, Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Iterable, Sequence
 
     from fabricamp.metrics.slots import Published
     from fabricamp.state import RunState
@@ -40,17 +40,21 @@ class _Arrived(NamedTuple):
 class Metrics(Recording):
     """The logged values of one Trainer, from ``self.log`` to callbacks, progress bar and loggers.
 
-    ``callback_metrics`` are reduced over all ranks, whatever ``sync_dist`` says: callbacks decide by them, the same on every rank.
-    ``logged_metrics``, ``progress_bar_metrics`` and what the ``sinks`` get (on rank 0: values and their ``global_step``) are the
+    ``reduced`` are those of all ranks, whatever ``sync_dist`` says: monitors decide by them, the same on every rank.
+    ``logged``, ``progress_bar_metrics`` and what the ``sinks`` get (on rank 0: values and their ``global_step``) are the
     rank's own for a step's values without ``sync_dist``, else global.  With several processes a flush is one small collective.
+    :meth:`callback_metrics` and :meth:`logged_metrics` show them as Lightning does, with the latest values of the running step.
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         super().__init__(state, strategy)
-        self.callback_metrics: dict[str, Tensor] = {}
-        self.logged_metrics: dict[str, float] = {}
+        self.reduced: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
+        self._callback_view = View()
+        self._logged_view = View()
+        self._over = False
         self._glance = Glance()
         self._evaluated: list[tuple[Published, float]] = []
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
@@ -91,39 +95,94 @@ class Metrics(Recording):
         """
         return {**self.progress_bar_metrics, **self._glance.look(self._table(MetricTable.TRAINING))}
 
+    def callback_metrics(self) -> dict[str, Any]:
+        """Lightning's dict: the values of all ranks, in place of them this rank's own ones of the step or hook that runs.
+
+        The tensors are new ones; nothing waits, and no other rank takes part.
+        """
+        fresh = filled(self.reduced, self._dtypes, self._device)
+        for published, value in self._own_latest():
+            fresh[published.key] = fresh[published.plain_key] = value
+        return self._callback_view.show(fresh)
+
+    def logged_metrics(self) -> dict[str, Any]:
+        """Lightning's dict of what goes to the loggers, likewise."""
+        fresh = filled(self.logged, self._dtypes, self._device)
+        fresh.update({published.key: value for published, value in self._own_latest() if published.logger})
+        return self._logged_view.show(fresh)
+
+    def monitored(self) -> dict[str, Any]:
+        """What monitors decide by: the values of all ranks, on the host, and what was put into ``callback_metrics``."""
+        return {**self._callback_view.given, **filled(self.reduced, self._dtypes, torch.device("cpu"))}
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._over else self._strategy.device
+
+    def _own_latest(self) -> Iterable[tuple[Published, Tensor]]:
+        """This rank's latest values: of the step that runs, or what the hook of an epoch that runs has logged itself."""
+        scope = self._state.scope
+        table = self._tables.get(self._table_name())
+        if table is None or scope in (Scope.NOWHERE, Scope.PREDICT):
+            return ()
+        if scope in (Scope.TRAIN_STEP, Scope.EVAL_STEP):
+            return latest_steps(table, self._dtypes)
+        return latest_of_hooks(table, self._dtypes, scope)
+
+    def reduce_steps(self, step: int) -> None:
+        """Brings ``reduced`` up to the latest values of steps, waiting for it; every rank calls it, loggers see nothing of it."""
+        merged = exchange.merge(self._gather(self._table(MetricTable.TRAINING), step))
+        for published, value, _ in merged:
+            if published.per_step and value is not None:
+                self._publish_to_callbacks(published, value)
+
+    def forget(self) -> None:
+        """Drops all that was published: behind the sanity check."""
+        self.reduced.clear()
+        self.logged.clear()
+        self._callback_view, self._logged_view = View(), View()
+
+    def close(self) -> None:
+        """Brings what is shown to the host; nothing is reduced any more."""
+        self._over = True
+        self._callback_view.leave_device()
+        self._logged_view.leave_device()
+
     def clear_evaluation(self) -> None:
         """Forgets the values of an evaluation that did not end; before each evaluation run."""
         self._evaluated = []
         self._table(MetricTable.EVALUATION).clear()
 
-    def end_train_epoch(self, step: int) -> dict[str, float]:
-        """Publishes and returns the training epoch's values, reduced over all ranks.
+    def reduce_train_epoch(self, step: int) -> None:
+        """Makes the training epoch's values, reduced over all ranks, known to the hooks of its end, which may log more."""
+        self.drain()
+        self._make_known(self._table(MetricTable.TRAINING), step)
 
-        Step values that no flush has taken yet go to ``callback_metrics``, so that a callback can monitor them after a short epoch.
+    def end_train_epoch(self, step: int) -> dict[str, float]:
+        """Publishes and returns the training epoch's values, reduced over all ranks, with what the hooks of its end have logged.
+
+        Step values that no flush has taken yet can be monitored too, after a short epoch.
         """
         self.drain()
         table = self._table(MetricTable.TRAINING)
-        merged = exchange.merge(self._gather(table, step))
-        self._glance = Glance()  # what is under way is older
-        self._show(self._own_steps(merged))
-        values = self._collect(table, merged)
+        values = self._make_known(table, step)
         table.clear_epoch()
-        for published, value in values:
-            self._publish_to_callbacks(published, value)
-        return self._publish([(published, value) for published, value in values if not published.per_step], step)
+        return self._publish(values, step)
+
+    def reduce_evaluation(self, step: int) -> None:
+        """Makes an evaluation's values, reduced over all ranks, known to the hooks of its end, which may log more."""
+        self._make_known(self._table(MetricTable.EVALUATION), step)
 
     def end_evaluation(self, step: int) -> dict[str, float]:
         """Publishes and returns an evaluation's values, all of them reduced over all ranks; of a step's values the last one.
 
-        Those of the sanity check are reduced too, then dropped.
+        Those of the sanity check go to no logger.
         """
         table = self._table(MetricTable.EVALUATION)
-        values = self._collect(table, exchange.merge(self._gather(table, step)))
+        values = self._make_known(table, step)
         table.clear()
         if self._state.stage is RunningStage.SANITY_CHECKING:
             return {}
-        for published, value in values:
-            self._publish_to_callbacks(published, value)
         self._evaluated = values
         return self._publish(values, step)
 
@@ -134,10 +193,27 @@ class Metrics(Recording):
             for index in range(num_dataloaders)
         ]
 
+    def _make_known(self, table: MetricTable, step: int) -> list[tuple[Published, float]]:
+        """Reduces what ``table`` has over all ranks, for callbacks to see; returns what is to be published."""
+        merged = exchange.merge(self._gather(table, step))
+        training = table is self._tables.get(MetricTable.TRAINING)
+        if training:
+            self._glance = Glance()  # what is under way is older
+            self._show(self._own_steps(merged))
+        values = self._collect(table, merged)
+        table.note_reduced()
+        for published, value in values:
+            self._publish_to_callbacks(published, value)
+        kept = [
+            one for one in values if not (training and one[0].per_step)
+        ]  # in training, flushes bring those of steps
+        self.logged.update({published.key: value for published, value in kept if published.logger})
+        return kept
+
     def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
         """The values of all ranks, a step's before an epoch's: the later one takes the plain key."""
         return [
-            (value.published, _computed(table, value) if value.reduced is None else value.reduced)
+            (value.published, self._computed(table, value) if value.reduced is None else value.reduced)
             for value in sorted(merged, key=lambda value: not value.published.per_step)
         ]
 
@@ -175,6 +251,45 @@ class Metrics(Recording):
         rows, _ = exchange.read(flushed, self._table(MetricTable.TRAINING), self._strategy)
         return _Arrived(flushed.step, rows)
 
+    def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
+        """What a torchmetrics object computes over all ranks, which all have to ask for it at the same place."""
+        key, totals = value.published.key, [0.0 if part is None else part.total for part in value.parts]
+        without = [rank for rank, total in enumerate(totals) if not total]
+        if without:
+            raise DistributedError(
+                f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
+                "log it on every rank (each needs a batch, and rank_zero_only=False)"
+            )
+        cell = table.cells[value.published.identity]
+        if cell.computed is None or min(totals) < 2:
+            if cell.computed is not None:
+                cell.metric._computed = None  # a rank has more of it: all compute it again, together
+            answer = cell.metric.compute()
+            number = float(plain_value(key, answer))
+            cell.computed = cell.metric.update_count, number
+            self._dtypes.note(
+                value.published, answer.dtype if isinstance(answer, Tensor) else torch.get_default_dtype()
+            )
+        return cell.computed[1]
+
+    def published(self) -> dict[str, Any]:
+        """Returns what was published last, as plain values; none of it needs another rank."""
+        return {
+            "callback_metrics": dict(self.reduced),
+            "logged_metrics": dict(self.logged),
+            "progress_bar_metrics": dict(self.progress_bar_metrics),
+            "given": as_numbers(self._callback_view.given),
+            "dtypes": self._dtypes.state_dict(),
+        }
+
+    def take_published(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
+        """Takes back what :meth:`published` gave on this rank, ``first`` on rank 0."""
+        self.reduced.update(first["callback_metrics"])
+        self.logged.update(shown["logged_metrics"])
+        self.progress_bar_metrics.update(shown["progress_bar_metrics"])
+        self._callback_view.put(first.get("given", {}))
+        self._dtypes.load_state_dict(first.get("dtypes", {}))
+
     def state_dict(self, objects: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of what a checkpoint keeps; waits for flushes under way, which every rank then reads.
 
@@ -185,9 +300,7 @@ class Metrics(Recording):
         return {
             "table": save_table(self._table(MetricTable.TRAINING), names),
             "pending": [{"step": one.step, "rows": save_rows(self._read(one).rows)} for one in self._pending],
-            "callback_metrics": {key: float(value) for key, value in self.callback_metrics.items()},
-            "logged_metrics": dict(self.logged_metrics),
-            "progress_bar_metrics": dict(self.progress_bar_metrics),
+            **self.published(),
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], first: dict[str, Any], objects: dict[str, Any]) -> None:
@@ -196,11 +309,7 @@ class Metrics(Recording):
         Of several ranks at once, what a flush had under way is left out.
         """
         load_table(self._table(MetricTable.TRAINING), [state["table"] for state in states], objects)
-        shown = states[0] if states else first
-        for key, value in first["callback_metrics"].items():
-            self.callback_metrics[key] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        self.logged_metrics.update(shown["logged_metrics"])
-        self.progress_bar_metrics.update(shown["progress_bar_metrics"])
+        self.take_published(states[0] if states else first, first)
         if len(states) == 1:
             self._pending.extend(_Arrived(one["step"], load_rows(one["rows"])) for one in states[0]["pending"])
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
@@ -213,19 +322,14 @@ class Metrics(Recording):
         self._publish(self._own_steps(merged), step)
 
     def _publish_to_callbacks(self, published: Published, value: float) -> None:
-        if torch.is_inference_mode_enabled():  # such a tensor could not be used in training
-            with torch.inference_mode(mode=False):
-                tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
-        else:
-            tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
-        self.callback_metrics[published.key] = tensor
-        self.callback_metrics[published.plain_key] = tensor
+        rounded = self._dtypes.rounded(published.key, value)
+        self.reduced[published.key] = self.reduced[published.plain_key] = rounded
 
     def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
         """Hands values to the progress bar and, on rank 0, to the loggers; returns them by key."""
         self._show(values)
         logged = {published.key: value for published, value in values if published.logger}
-        self.logged_metrics.update(logged)
+        self.logged.update(logged)
         if logged and self._strategy.rank == 0:
             for sink in self.sinks:
                 sink(logged, step)
@@ -236,15 +340,3 @@ class Metrics(Recording):
         shown = {published.key: value for published, value in values if published.prog_bar}
         self.progress_bar_metrics.update(shown)
         self._glance.forget(shown)
-
-
-def _computed(table: MetricTable, value: exchange.Merged) -> float:
-    """What a torchmetrics object computes over all ranks, which all have to ask for it at the same place."""
-    key = value.published.key
-    without = [rank for rank, part in enumerate(value.parts) if part is None or not part.total]
-    if without:
-        raise DistributedError(
-            f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
-            "log it on every rank (each needs a batch, and rank_zero_only=False)"
-        )
-    return float(plain_value(key, table.cells[value.published.identity].metric.compute()))

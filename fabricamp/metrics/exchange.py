@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabricamp.metrics.slots import MetricTable, Published
+    from fabricamp.metrics.slots import Cell, MetricTable, Published
     from fabricamp.strategies.base import Strategy
 
 _HEADER = 2
 
 
 class Contribution(NamedTuple):
-    """What one rank knows of one value.  For a "metric" ``total`` is 1.0 where the rank has the object to compute it with."""
+    """What one rank knows of one value.
+
+    For a "metric" ``total`` is 1.0 where the rank has the object to compute it with, 2.0 where it need not: nothing is new.
+    """
 
     total: float
     weight: int
@@ -91,8 +94,16 @@ def take_own(table: MetricTable, step: int) -> Snapshot:
 def _on_host(table: MetricTable) -> tuple[list[float], list[int]]:
     """The Python numbers of all cells, and their weights."""
     cells = table.cells.values()
-    numbers = [float(cell.metric is not None) if cell.published.mode == "metric" else cell.number for cell in cells]
+    numbers = [_of_object(cell) if cell.published.mode == "metric" else cell.number for cell in cells]
     return numbers, [cell.weight for cell in cells]
+
+
+def _of_object(cell: Cell) -> float:
+    """What a rank says of its torchmetrics object: none, to be computed, or nothing new since (a reset adds nothing)."""
+    if cell.metric is None:
+        return 0.0
+    known = cell.computed is not None and cell.metric.update_count in (0, cell.computed[0])
+    return 2.0 if known else 1.0
 
 
 def read(snapshot: Snapshot, table: MetricTable, strategy: Strategy) -> tuple[list[RankValues], bool]:

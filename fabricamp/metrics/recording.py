@@ -12,6 +12,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.metrics.naming import check_arguments, full_name, published_values
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Slot
 from fabricamp.metrics.values import as_weight, batch_length, is_metric, plain_value
+from fabricamp.metrics.views import Dtypes, dtype_of
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Recording:
         self._strategy = strategy
         self._tables: dict[str, MetricTable] = {}
         self._known: dict[tuple[Any, ...], Slot] = {}
+        self._dtypes = Dtypes()
         self._asynchronous = False
         self._keep_outside_graphs: Callable[..., None] | None = None
 
@@ -113,6 +115,8 @@ class Recording:
             )
         slot = Slot(arguments, state.scope, published)
         slot.metric = metric
+        for one in filter(None, published):
+            self._dtypes.note(one, dtype_of(value))
         table = self._table(self._table_name())
         if not (arguments.rank_zero_only and strategy.rank):
             slot.step, slot.epoch = (table.add(one, slot) if one else None for one in published)

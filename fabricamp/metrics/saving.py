@@ -28,6 +28,7 @@ def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
                 "published": cell.published._asdict(),
                 "number": cell.number,
                 "weight": cell.weight,
+                "sent": cell.sent,
                 "object": objects.get(id(cell.metric), ""),
             }
             for cell in table.cells.values()
@@ -48,6 +49,7 @@ def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: di
             if published.per_step:
                 cell.place.copy_(value)
                 cell.number, cell.weight = saved["number"], saved["weight"]
+                cell.sent = saved.get("sent", 0)
             elif published.mode in ("min", "max"):
                 cell.add_number(saved["number"], 0)
                 cell.add_tensor(value.to(table.device), saved["weight"])

@@ -73,10 +73,12 @@ class Cell:
     """The place of one published value: the latest one of a step, or the running one of an epoch.
 
     A tensor goes to ``place`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
-    that nobody logged; for a step's value 1 says that it lies in ``place`` and -1 that it is ``number``.
+    that nobody logged; for a step's value 1 says that it lies in ``place`` and -1 that it is ``number``.  ``sent`` is the weight
+    that a step's value had when it was flushed, an epoch's when it was reduced last.  ``computed`` is what the torchmetrics object
+    ``metric`` answered last, behind how many updates.
     """
 
-    __slots__ = ("metric", "number", "owner", "per_step", "place", "published", "weight")
+    __slots__ = ("computed", "metric", "number", "owner", "per_step", "place", "published", "sent", "weight")
 
     def __init__(self, published: Published, place: Tensor, owner: Slot | None = None) -> None:
         self.published = published
@@ -84,13 +86,16 @@ class Cell:
         self.place = place
         self.owner = owner
         self.metric: Any = None
+        self.computed: tuple[int, float] | None = None
         self.number = 0.0
         self.weight = 0
+        self.sent = 0
         self.clear()
 
     def clear(self) -> None:
         """Forgets the value."""
-        self.weight = 0
+        self.weight = self.sent = 0
+        self.computed = None
         self.number = _NEUTRAL.get(self.published.mode, 0.0)
         if not self.per_step:
             self.place.fill_(self.number)
@@ -244,13 +249,21 @@ class MetricTable:
     def clear_steps(self, count: int) -> None:
         """Forgets the step values among the first ``count`` cells: they are on their way."""
         for cell in islice(self.cells.values(), count):
-            if cell.per_step:
-                cell.weight = 0
+            if cell.per_step and cell.weight:
+                cell.sent, cell.weight = cell.weight, 0
+
+    def note_reduced(self) -> None:
+        """The epoch's values as they are now are known."""
+        for cell in self.cells.values():
+            if not cell.per_step:
+                cell.sent = cell.weight
 
     def clear(self) -> None:
         """Forgets every value, keeps the slots."""
         self.clear_epoch()
-        self.clear_steps(len(self.cells))
+        for cell in self.cells.values():
+            if cell.per_step:
+                cell.weight = cell.sent = 0
 
     def _settle(self, cell: Cell | None, published: Published) -> None:
         place = self._place(len(self.cells))

@@ -17,7 +17,6 @@ from fabricamp.trainer.limits import TrainerLimits
 from fabricamp.trainer.loops import EvaluationLoop, FitLoop
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from fabricamp.callbacks.base import Callback
@@ -83,13 +82,13 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What ``configure_optimizers`` returned."""
-        return self._opened.optimizers
+        """What ``configure_optimizers`` returned, for this fit or the last one."""
+        return self._opened.optimizers or self._runner.fitted[0]
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning-rate schedulers and when they step."""
-        return self._opened.schedulers
+        """The learning-rate schedulers and when they step, of this fit or the last one."""
+        return self._opened.schedulers or self._runner.fitted[1]
 
     @property
     def delivery(self) -> Delivery:
@@ -228,14 +227,23 @@ class TrainerProperties(TrainerLimits):
         return self.limit_val_batches > 0 and overrides(self.module, "validation_step", TrainingModule)
 
     @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The values that callbacks watch: epoch values are those of all ranks."""
-        return {} if self._runner.session is None else self._runner.session.metrics.callback_metrics
+    def callback_metrics(self) -> dict[str, Any]:
+        """What was logged, as new tensors on the device: in a step this rank's latest values, else those of all ranks.
+
+        Looking waits for nothing, on no rank; ``float()`` of a tensor waits for the device.  What callbacks put into the dict
+        stays there, and can be monitored.
+        """
+        return {} if self._runner.session is None else self._runner.session.metrics.callback_metrics()
 
     @property
-    def logged_metrics(self) -> dict[str, float]:
-        """The values that went to the loggers last."""
-        return {} if self._runner.session is None else self._runner.session.metrics.logged_metrics
+    def monitored_metrics(self) -> dict[str, Any]:
+        """What monitors decide by: the values of all ranks, on the host, and what callbacks put into ``callback_metrics``."""
+        return {} if self._runner.session is None else self._runner.session.metrics.monitored()
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """The values that went to the loggers last, as new tensors; in a step this rank's latest ones."""
+        return {} if self._runner.session is None else self._runner.session.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -342,6 +342,10 @@ class Trainer(TrainerProperties):
         """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``)."""
         self.state.stop(reason)
 
+    def reduce_step_metrics(self) -> None:
+        """Brings ``monitored_metrics`` up to the values of the last step, waiting for them; every rank calls it, or none."""
+        self._opened.metrics.reduce_steps(self.state.global_step)
+
     def save_checkpoint(
         self,
         filepath: str | Path,

@@ -14,21 +14,14 @@ import pytest
 from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
-    "byol": "callback_metrics at Lightning's moments",
-    "combined_loader": "callback_metrics at Lightning's moments",
+    "byol": "hparams that print as Lightning's",
     "ddp_strategy": "validation's values of two processes",
-    "diffusion_ema": "callback_metrics at Lightning's moments",
-    "dqn": "callback_metrics at Lightning's moments",
+    "diffusion_ema": "the epoch in a checkpoint",
     "export": "the epoch in a checkpoint",
     "export_torchscript": "LightningModule.to_torchscript",
-    "fine_tuning": "callback_metrics at Lightning's moments",
     "finetuning_callback": "callbacks.BaseFinetuning",
-    "lora": "callback_metrics at Lightning's moments",
-    "metric_collection": "callback_metrics at Lightning's moments",
     "prediction_writer_callback": "callbacks.BasePredictionWriter",
     "profiler": "profilers.SimpleProfiler",
-    "simclr": "callback_metrics at Lightning's moments",
-    "transformer": "callback_metrics at Lightning's moments",
     "tuner": "tuner.Tuner",
     "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
 }
@@ -41,6 +34,9 @@ ON_PURPOSE = {
     }
 }
 """Lines of Lightning's, by program, and what stands there instead."""
+
+FOLLOWS_NOISE = {"fine_tuning", "simclr"}
+"""A bias before a BatchNorm: its gradient is rounding, which Adam makes into whole steps, so torch's order of sums decides."""
 
 LAST_DIGITS = 3e-7
 """An epoch's mean is summed in fp64 here and in fp32 there: what is printed of it may differ by two roundings of fp32."""
@@ -80,6 +76,10 @@ def programs():
 
 @pytest.mark.parametrize("name", programs())
 def test_prints_what_lightning_printed(name):
+    if name in FOLLOWS_NOISE and not torch_computes_the_same():
+        pytest.skip(
+            "torch sums in another order here than where this was recorded, and Lightning prints other numbers too"
+        )
     different = list(differences(expected(name), printed(name, "fabricamp")))
     assert not different, "".join(different)
 

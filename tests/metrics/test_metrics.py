@@ -43,7 +43,7 @@ def run():
 
 
 def plain(metrics):
-    return {key: value.item() for key, value in metrics.callback_metrics.items()}
+    return dict(metrics.reduced)
 
 
 # -- cadences and names ------------------------------------------------------------------------------------------------------
@@ -52,10 +52,10 @@ def plain(metrics):
 def test_a_training_step_logs_for_steps_by_default_and_a_flush_delivers_the_latest_value(run):
     for value in (1.0, 2.0, 3.0):
         run.log("loss", torch.tensor(value))
-    assert run.metrics.logged_metrics == {}
+    assert run.metrics.logged == {}
     run.metrics.flush(50)
     assert run.sunk == [({"loss": 3.0}, 50)]
-    assert run.metrics.logged_metrics == {"loss": 3.0}
+    assert run.metrics.logged == {"loss": 3.0}
     assert plain(run.metrics) == {"loss": 3.0}
     assert run.metrics.progress_bar_metrics == {}
     assert run.metrics.end_train_epoch(50) == {}
@@ -69,7 +69,7 @@ def test_a_flush_delivers_what_is_new_only(run):
     run.log("b", 8)
     run.metrics.flush(3)
     assert run.sunk == [({"a": 1.0, "b": 7.0}, 1), ({"b": 8.0}, 3)]
-    assert run.metrics.logged_metrics == {"a": 1.0, "b": 8.0}
+    assert run.metrics.logged == {"a": 1.0, "b": 8.0}
 
 
 def test_both_cadences_fork_the_name_and_the_plain_key_is_the_last_published(run):
@@ -90,7 +90,7 @@ def test_logger_false_keeps_a_value_from_the_loggers_only(run):
     run.metrics.flush(1)
     assert run.sunk == [({"y": 1.0}, 1)]
     assert run.metrics.progress_bar_metrics == {"x": 1.0}
-    assert set(run.metrics.callback_metrics) == {"x", "y"}
+    assert set(run.metrics.callback_metrics()) == {"x", "y"}
 
 
 def test_step_values_of_an_epoch_too_short_for_a_flush_can_be_monitored_and_are_flushed_later(run):
@@ -171,11 +171,14 @@ def test_one_key_from_two_dataloaders_is_an_error(run):
         run.log("acc", 1.0, add_dataloader_idx=False)
 
 
-def test_the_sanity_check_publishes_nothing_and_leaves_nothing(run):
+def test_the_sanity_check_shows_callbacks_its_values_and_leaves_nothing(run):
     run.state.stage, run.state.scope = RunningStage.SANITY_CHECKING, Scope.EVAL_STEP
     run.log("acc", torch.tensor(100.0), prog_bar=True)
     assert run.metrics.end_evaluation(0) == {}
+    assert run.metrics.callback_metrics() == {"acc": 100.0}
+    run.metrics.forget()
     assert (run.sunk, plain(run.metrics), run.metrics.progress_bar_metrics) == ([], {}, {})
+    assert (run.metrics.callback_metrics(), run.metrics.logged_metrics()) == ({}, {})
     run.state.stage = RunningStage.TRAINING
     run.metrics.clear_evaluation()
     run.log("acc", torch.tensor(1.0), prog_bar=True)
@@ -198,7 +201,7 @@ def test_muted_keeps_nothing(run):
     run.log("loss", 2.0)
     run.metrics.muted = False
     run.metrics.flush(1)
-    assert run.metrics.logged_metrics == {"loss": 1.0}
+    assert run.metrics.logged == {"loss": 1.0}
 
 
 # -- values ------------------------------------------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def test_values_that_are_not_finite_pass_through(mode, bad, as_number):
         run.log("x", given, on_step=False, on_epoch=True, reduce_fx=mode, batch_size=3)
     run.log("y", bad)
     run.metrics.flush(1)
-    assert str(run.metrics.logged_metrics["y"]) == str(bad)
+    assert str(run.metrics.logged["y"]) == str(bad)
     expected = {"min": min(1.0, bad), "max": max(2.0, bad)}.get(mode, bad) if not math.isnan(bad) else bad
     assert str(run.metrics.end_train_epoch(1)["x"]) == str(expected)
 
@@ -271,7 +274,7 @@ def test_a_value_may_change_after_the_call(run):
         parameter.mul_(50)
         loss.mul_(50)
     run.metrics.flush(1)
-    assert run.metrics.logged_metrics == {"temperature": 1.0, "loss": 2.0, "both_step": 2.0}
+    assert run.metrics.logged == {"temperature": 1.0, "loss": 2.0, "both_step": 2.0}
     assert run.metrics.end_train_epoch(1) == {"both_epoch": 2.0}
 
 
@@ -308,7 +311,7 @@ def test_every_kind_of_scalar_is_taken(run):
         run.log(name, value, on_step=True, on_epoch=True)
     run.metrics.flush(1)
     expected = {name: float(value.detach() if name == "parameter" else value) for name, value in values.items()}
-    assert run.metrics.logged_metrics == {f"{name}_step": value for name, value in expected.items()}
+    assert run.metrics.logged == {f"{name}_step": value for name, value in expected.items()}
     assert run.metrics.end_train_epoch(1) == {f"{name}_epoch": value for name, value in expected.items()}
 
 
@@ -322,18 +325,18 @@ def test_inference_mode_and_training_share_no_trouble(run):
         values = run.metrics.end_evaluation(1)
         assert values["acc0"] == 1.0
         assert values["acc69"] == 70.0
-    assert not run.metrics.callback_metrics["acc0"].is_inference()
+    assert not run.metrics.callback_metrics()["acc0"].is_inference()
     with torch.inference_mode():
         run.log("acc1", torch.tensor(3.0))
         run.metrics.end_evaluation(1)
-    assert not run.metrics.callback_metrics["acc1"].is_inference()
+    assert not run.metrics.callback_metrics()["acc1"].is_inference()
 
 
 def test_many_keys_keep_their_values_while_the_vector_grows(run):
     for index in range(300):
         run.log(f"x{index}", torch.tensor(float(index)), on_step=True, on_epoch=True)
     run.metrics.flush(1)
-    assert run.metrics.logged_metrics == {f"x{index}_step": float(index) for index in range(300)}
+    assert run.metrics.logged == {f"x{index}_step": float(index) for index in range(300)}
     assert run.metrics.end_train_epoch(1) == {f"x{index}_epoch": float(index) for index in range(300)}
 
 
@@ -481,7 +484,7 @@ def test_torchmetrics_objects_compute_and_reset_at_the_epoch_end(run):
             accuracy(torch.tensor(predicted), torch.tensor(label))
             run.log("acc", accuracy, on_step=True, on_epoch=True)
         run.metrics.flush(3)
-        assert run.metrics.logged_metrics["acc_step"] == 0.25
+        assert run.metrics.logged["acc_step"] == 0.25
         assert run.metrics.end_train_epoch(4) == {"acc_epoch": 0.5}
         assert accuracy._update_count == 0
 
@@ -560,7 +563,7 @@ def test_logging_reads_nothing_on_the_host(run, monkeypatch):
                     run.log(mode, loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True, reduce_fx=mode)
         run.metrics.poll(3)
     run.metrics.flush(4)
-    assert run.metrics.logged_metrics["mean_step"] == 2.0
+    assert run.metrics.logged["mean_step"] == 2.0
 
 
 class Event:
@@ -579,7 +582,7 @@ def test_on_a_gpu_a_flush_is_delivered_exactly_two_windows_later(run, monkeypatc
     for step in range(1, 8):
         run.log("loss", torch.tensor(float(step)))
         run.metrics.poll(step)
-        seen.append(run.metrics.logged_metrics.get("loss"))
+        seen.append(run.metrics.logged.get("loss"))
         if step in (2, 3, 5):
             run.metrics.flush(step)
             assert Event.waits == len(run.sunk)
@@ -623,7 +626,7 @@ def test_a_compiled_step_logs_outside_of_its_graphs(run):
             assert step(torch.full((2,), float(value))) == 12 * value
     assert counter.frame_count <= 4
     run.metrics.flush(8)
-    assert run.metrics.logged_metrics == {"loss_step": 28.0}
+    assert run.metrics.logged == {"loss_step": 28.0}
     assert run.metrics.end_train_epoch(8) == {"loss_epoch": 14.0}
 
 

@@ -29,15 +29,15 @@ def test_steps_flushes_and_epochs_do_not_wait_for_the_device():
             log(metrics, "number", step, on_step=True, on_epoch=True, reduce_fx="sum")
             log(metrics, "least", loss, on_step=False, on_epoch=True, reduce_fx="min")
             metrics.poll(step)
-            seen.append(metrics.logged_metrics.get("loss_step"))
+            seen.append(metrics.logged.get("loss_step"))
             if step % 2 == 0:
                 metrics.flush(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert seen == [None, None, None, 4.0, 4.0, 8.0, 8.0, 12.0]
     assert metrics.end_train_epoch(8) == {"loss_epoch": 9.0, "host_epoch": 4.5, "number_epoch": 36.0, "least": 2.0}
-    assert metrics.logged_metrics["half"] == 16.0
-    assert metrics.logged_metrics["host_step"] == 8.0
+    assert metrics.logged["half"] == 16.0
+    assert metrics.logged["host_step"] == 8.0
 
 
 def test_the_host_runs_ahead_of_a_busy_device():
@@ -61,4 +61,4 @@ def test_the_host_runs_ahead_of_a_busy_device():
     metrics.poll(2)
     assert time.perf_counter() - started < 0.2
     metrics.poll(3)
-    assert metrics.logged_metrics == {"x": 2.0}
+    assert metrics.logged == {"x": 2.0}

@@ -33,7 +33,7 @@ def build(scope=Scope.TRAIN_STEP, fn=TrainerFn.FITTING):
 
 
 def callbacks(metrics):
-    return {key: value.item() for key, value in metrics.callback_metrics.items()}
+    return dict(metrics.reduced)
 
 
 def count_object_exchanges(metrics):
@@ -113,7 +113,7 @@ def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks
     world = dist.get_world_size()
     mean, total = (world - 1) / 2, float(world * (world + 1) // 2)
     expected = {"own": float(rank), "shared": mean, "total": total, "most": world - 1.0}
-    assert metrics.logged_metrics == expected
+    assert metrics.logged == expected
     assert metrics.progress_bar_metrics == {"own": float(rank), "shared": mean}
     assert callbacks(metrics) == expected | {"own": mean}
     assert sunk == ([(expected, 50)] if rank == 0 else [])
@@ -135,7 +135,7 @@ def ranks_that_log_different_keys_agree_once():
         world = dist.get_world_size()
         both = (1.0 + 3.0 * (world - 1)) / world
         expected = {"first": 1.0, "both": both, "other_step": 5.0}
-        assert metrics.logged_metrics == expected
+        assert metrics.logged == expected
     assert metrics.end_train_epoch(3) == {"other_epoch": 5.0}
     assert len(calls) == 1
     if rank == 0:
@@ -161,7 +161,7 @@ def a_rank_that_did_not_log_this_time_counts_for_nothing():
             log(metrics, "mean", 100.0 if rank else 1.0, sync_dist=True)
             log(metrics, "max", 100.0 if rank else 1.0, sync_dist=True, reduce_fx="max")
         metrics.flush(step)
-    assert metrics.logged_metrics == {"mean": 1.0, "max": 1.0}
+    assert metrics.logged == {"mean": 1.0, "max": 1.0}
 
 
 @check
@@ -215,7 +215,7 @@ def more_keys_than_fit_into_one_exchange_go_twice():
     metrics.flush(1)
     world = dist.get_world_size()
     expected = {f"x{index}_step": (world - 1) / 2 if index < 90 else 0.0 for index in range(200)}
-    assert metrics.logged_metrics == expected
+    assert metrics.logged == expected
     result = metrics.end_train_epoch(2)
     assert result == {f"x{index}_epoch": (world - 1) / 2 if index < 90 else 0.0 for index in range(200)}
     assert {key for values, _ in sunk for key in values} == (set(expected) | set(result) if rank == 0 else set())
@@ -282,10 +282,10 @@ def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
             log(metrics, "all", torch.tensor(float(step + rank)), sync_dist=True)
             if step >= 3:
                 expected = {f"only{other}": step - 2.0 for other in range(world)}
-                assert metrics.logged_metrics == expected | {"all": step - 2 + (world - 1) / 2}
+                assert metrics.logged == expected | {"all": step - 2 + (world - 1) / 2}
             metrics.flush(step)
         metrics.drain()
-        assert metrics.logged_metrics["all"] == 7 + (world - 1) / 2
+        assert metrics.logged["all"] == 7 + (world - 1) / 2
         if rank == 0:
             assert [step for _, step in sunk] == list(range(1, 8))
     finally:

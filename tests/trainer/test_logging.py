@@ -279,7 +279,7 @@ def test_monitors_and_files_of_a_real_run(tmp_path):
     folder = tmp_path / "tb" / "version_0"
     assert trainer.log_dir == str(folder)
     assert best.best_model_path == str(folder / "checkpoints" / "epoch=2-score=0.9.ckpt")
-    assert float(best.best_model_score) == 0.9
+    assert best.best_model_score == torch.tensor(0.9)
 
     events = EventAccumulator(str(folder))
     events.Reload()

@@ -1,0 +1,140 @@
+"""Logged values as Lightning shows them: dicts of tensors that are made when somebody looks, on the device, without a wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.metrics.values import is_metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from fabricamp.metrics.slots import MetricTable, Published
+    from fabricamp.state import Scope
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype in which Lightning keeps a value: float64 stays, all else takes the default one; a metric object has its own."""
+    if is_metric(value):
+        value = getattr(value, "_forward_cache", None)
+        return value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
+    return torch.float64 if isinstance(value, Tensor) and value.dtype is torch.float64 else torch.get_default_dtype()
+
+
+class Dtypes:
+    """The dtypes of logged values by key; the default one where nothing else is known."""
+
+    def __init__(self) -> None:
+        self._other: dict[str, torch.dtype] = {}
+
+    def note(self, published: Published, dtype: torch.dtype) -> None:
+        """Keeps the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
+        for key in (published.key, published.plain_key):
+            if dtype is torch.get_default_dtype():
+                self._other.pop(key, None)
+            else:
+                self._other[key] = dtype
+
+    def __getitem__(self, key: str) -> torch.dtype:
+        return self._other.get(key) or torch.get_default_dtype()
+
+    def rounded(self, key: str, value: float) -> float:
+        """``value`` as its tensor has it."""
+        return float(torch.tensor(value, dtype=self[key], device="cpu").item())
+
+    def state_dict(self) -> dict[str, str]:
+        """The names of those that are not the default one."""
+        return {key: str(dtype).removeprefix("torch.") for key, dtype in self._other.items()}
+
+    def load_state_dict(self, saved: Mapping[str, str]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        self._other.update({key: getattr(torch, name) for key, name in saved.items()})
+
+
+class View:
+    """A dict that is brought up to date at each look; what others put into it stays."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Any] = {}
+        self._ours: set[str] = set()
+
+    def show(self, fresh: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The dict, with ``fresh`` tensors in place of older ones."""
+        self._ours.update(fresh)
+        self._shown.update(fresh)
+        return self._shown
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What others have put into it under names of their own."""
+        return {key: value for key, value in self._shown.items() if key not in self._ours}
+
+    def put(self, values: Mapping[str, float]) -> None:
+        """Puts values in as others do."""
+        self._shown.update(as_tensors(values))
+
+    def leave_device(self) -> None:
+        """Moves what is shown to the host: the run is over."""
+        self._shown.update({key: one.cpu() for key, one in self._shown.items() if isinstance(one, Tensor)})
+
+
+def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
+    """Numbers that the host knows as tensors on the host: whoever reads them waits for nothing."""
+    dtype = torch.get_default_dtype()
+    return {key: torch.tensor(value, dtype=dtype, device="cpu") for key, value in values.items()}
+
+
+def score_tensor(score: float | None) -> Tensor | None:
+    """A monitor's value as callbacks show it, of whatever dtype it was."""
+    return None if score is None else torch.tensor(score, dtype=torch.float64, device="cpu")
+
+
+def filled(values: Mapping[str, float], dtypes: Dtypes, device: torch.device) -> dict[str, Tensor]:
+    """A tensor of its own for each value; a fill is a kernel, where a copy from the host would wait."""
+    with torch.inference_mode(mode=False):  # else training could not use them
+        return {key: torch.full((), value, dtype=dtypes[key], device=device) for key, value in values.items()}
+
+
+def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published, Tensor]]:
+    """The values of steps that this rank has logged last: parts of one copy on the device for each dtype."""
+    copies: dict[torch.dtype, Tensor] = {}
+    for index, cell in enumerate(table.cells.values()):
+        weight, published = cell.weight or cell.sent, cell.published
+        if not cell.per_step or not weight:
+            continue
+        dtype = dtypes[published.key]
+        with torch.inference_mode(mode=False):
+            if weight < 0:
+                yield published, torch.full((), cell.number, dtype=dtype, device=table.device)
+                continue
+            if dtype not in copies:
+                copies[dtype] = table.bank[: len(table.cells)].to(dtype, copy=True)
+            yield published, copies[dtype][index]
+
+
+def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterator[tuple[Published, Tensor]]:
+    """What this rank has logged in the hooks of ``scope`` since the last reduction; metric objects compute with all ranks only."""
+    for cell in table.cells.values():
+        if cell.per_step or cell.metric is not None or cell.weight == cell.sent:
+            continue
+        if cell.owner is None or cell.owner.scope is not scope:
+            continue
+        mode = cell.published.mode
+        with torch.inference_mode(mode=False):
+            if mode in ("min", "max"):
+                value = cell.place.clamp(**{"max" if mode == "min" else "min": cell.number})
+            else:
+                value = (cell.place + cell.number) / (cell.weight if mode == "mean" else 1)
+            yield cell.published, value.to(dtypes[cell.published.key], copy=True)
+
+
+def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of ``values`` that are one number each, for a checkpoint."""
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
