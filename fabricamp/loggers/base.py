@@ -11,6 +11,8 @@ from fabricamp.loggers.trouble import Trouble
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
 
 class Logger(NamesKeywords):
     """Takes the values of a flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
@@ -62,6 +64,9 @@ class Logger(NamesKeywords):
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Takes the run's hyper-parameters once, before the first step."""
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Takes a model to draw, where the module's code calls it; here nothing is drawn."""
 
     def save(self) -> None:
         """Writes what is still in memory."""

@@ -9,6 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.errors import ConfigError
+from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.growing_file import GrowingFile, sync
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.trouble import reason_of
@@ -77,6 +78,11 @@ class CSVLogger(RunFolderLogger):
         self._columns: list[str] | None = None  # until somebody has looked into the file
         self._content = _Content()
         self._file = GrowingFile(self._root)
+
+    @property
+    def experiment(self) -> Any:
+        """The logger itself, for ``experiment.log_metrics(values, step)``; does nothing on ranks other than 0."""
+        return self if writes() else Silent()
 
     @property
     def metrics_file(self) -> Path:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _OWN = ("save_dir", "name", "version", "prefix", "default_hp_metric")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 """What torch's SummaryWriter takes beside the folder; asking it would import all of TensorBoard."""
+_ASK_FOR_NOTHING = (("log_graph", False), ("sub_dir", None))
+"""Lightning's defaults of options that are not here."""
 
 
 class TensorBoardLogger(RunFolderLogger):
@@ -50,6 +52,7 @@ class TensorBoardLogger(RunFolderLogger):
         default_hp_metric: bool = True,
         **options: Any,
     ) -> None:
+        options = {name: value for name, value in options.items() if (name, value) not in _ASK_FOR_NOTHING}
         for option in options:
             if option not in _OPTIONS:
                 raise ConfigError(

@@ -126,3 +126,16 @@ def test_a_folder_that_rank_0_cannot_make_ends_every_rank(tmp_path):
 
     first, other = run_ranks(work, 2, backend=None, timeout=60)
     assert first == other
+
+
+def test_the_experiment_takes_what_lightnings_takes(tmp_path, monkeypatch):
+    logger = CSVLogger(tmp_path)
+    logger.experiment.log_metrics({"a": 1.0}, 3)
+    logger.experiment.save()
+    logger.log_graph(None)
+    assert (logger.folder / "metrics.csv").read_text().split() == ["step,a", "3,1.0"]
+    monkeypatch.setenv("RANK", "1")
+    logger.experiment.log_metrics({"a": 2.0}, 4)
+    monkeypatch.delenv("RANK")
+    logger.save()
+    assert len((logger.folder / "metrics.csv").read_text().split()) == 2

@@ -158,3 +158,9 @@ def test_a_misspelt_option_gets_the_nearest_name_and_those_of_the_writer_are_all
 def test_making_one_makes_no_folder(tmp_path):
     TensorBoardLogger(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_of_lightnings_options_ask_for_nothing(tmp_path):
+    TensorBoardLogger(tmp_path, log_graph=False, sub_dir=None)
+    with pytest.raises(ConfigError, match="no option 'log_graph'"):
+        TensorBoardLogger(tmp_path, log_graph=True)
