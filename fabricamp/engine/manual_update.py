@@ -27,7 +27,6 @@ class ManualUpdate(Update):
     def __init__(self, parts: FitParts) -> None:
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
-        self._all = set(parts.optimizers)
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step had used
 
@@ -36,22 +35,23 @@ class ManualUpdate(Update):
         output = self._forward(batch, batch_idx)
         if self._not_stepped and not self._whole:
             self._accumulates = True
-        self._not_stepped, self._whole = self._all.copy(), True
+        self._not_stepped, self._whole = set(self._parts.optimizers), True
         if self.stepped:
-            self._close_window(self.loss)
-            self.loss = None
-        return self._detached(output) if self._wants_outputs else None
+            loss, self.loss = self.loss, None
+            self._launch_update(loss)
+            self._note_update()
+        return self._detached(output) if self._bound.wants_outputs else None
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """What ``TrainingModule.manual_backward`` runs."""
         self.loss = loss.detach()
         self._whole = False
-        for hook in self._before_backward:
+        bound = self._bound
+        for hook in bound.before_backward:
             hook(loss)
-        self._precision.backward(
-            loss, loss_id, partial(self._run_backward, *args) if args else self._run_backward, **options
-        )
-        for hook in self._after_backward:
+        run = partial(bound.run_backward, *args) if args else bound.run_backward
+        self._parts.precision.backward(loss, loss_id, run, **options)
+        for hook in bound.after_backward:
             hook()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -62,20 +62,20 @@ class ManualUpdate(Update):
             try:
                 return optimizer.step(partial(self.counted_once, optimizer, closure))
             finally:
-                self._metrics.muted = False
+                self._parts.metrics.muted = False
         result = closure() if closure is not None else None
-        gradients = self._strategy.reduce_gradients(self._precision.gradients(optimizer))
-        if self._before_step:
-            self._precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
+        gradients = self._parts.strategy.reduce_gradients(self._parts.precision.gradients(optimizer))
+        if self._bound.before_step:
+            self._parts.precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
         else:
-            self._precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
+            self._parts.precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result
 
     def _run_hooks(self, optimizer: Optimizer) -> Clip | None:
         """Runs the hooks before a step, one of which may ask for clipping."""
-        for hook in self._before_step:
+        for hook in self._bound.before_step:
             hook(optimizer)
         return self._clips.pop(optimizer, None)
 
@@ -84,7 +84,7 @@ class ManualUpdate(Update):
         if not self._accumulates or not self._whole:
             return None
         loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
-        return self._open_window(loss)
+        return self._window_tensors().taken(loss)
 
     def load_window_state(self, window: dict[str, Any]) -> str:
         """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
@@ -117,24 +117,27 @@ class ClosureUpdate(Update):
                 name = type(optimizer).__name__
                 raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
             if self._memory is not None:
-                write_gradients(optimizer, self._strategy.reduce_gradients(self._memory()))
+                write_gradients(optimizer, self._parts.strategy.reduce_gradients(self._memory()))
             return loss
 
         def closure() -> Tensor:
             loss: Tensor = self.counted_once(optimizer, forward_backward)
-            if self._own_clipping is not None:
-                self._own_clipping(optimizer, self._clip and self._clip.value, self._clip and self._clip.algorithm)
-            elif self._clip is not None:
-                clip_gradients(optimizer, self._clip)
+            clip = self._parts.clip
+            if self._bound.clipping is not None:
+                self._bound.clipping(optimizer, clip and clip.value, clip and clip.algorithm)
+            elif clip is not None:
+                clip_gradients(optimizer, clip)
             return loss
 
         try:
-            if self._own_step is not None:
-                self._own_step(self._state.epoch, batch_idx, optimizer, closure)
+            if self._bound.step is not None:
+                self._bound.step(self._state.epoch, batch_idx, optimizer, closure)
             else:
                 optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
         finally:
-            self._metrics.muted = False
+            self._parts.metrics.muted = False
         loss, self.loss = self.loss, None
-        self._close_window(loss)
+        if self.outcomes is not None:
+            self.outcomes.launch_close(loss)
+        self._note_update()
         return outputs[0] if outputs else None

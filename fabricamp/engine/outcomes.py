@@ -10,8 +10,6 @@ from fabricamp.precision.loss_scaler import PATIENCE
 from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fabricamp.engine.schedules import Schedules
     from fabricamp.precision import Verdict
     from fabricamp.precision.verdicts import Verdicts
@@ -25,21 +23,23 @@ class Outcomes:
     """Acts on the verdicts of a Precision that may skip windows; every rank reads the same ones, at the same step."""
 
     def __init__(self, verdicts: Verdicts, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
+        self.launch_close = verdicts.launch_close
+        """Ends an update window on the device; given its loss."""
         self._verdicts = verdicts
+        self._schedules_follow = verdicts.schedules_follow and schedules.follow_steps
         self._schedules = schedules
         self._state = state
         self._strategy = strategy
         self._unreported_skips = 0
 
-    def close_window(self, loss: Tensor | None) -> None:
-        """Ends an update window, and acts on what became of the one ``lag`` windows ago."""
-        self._verdicts.launch_close(loss)
+    def note_closed(self) -> None:
+        """Counts an update window, and acts on what became of the one ``lag`` windows ago; its end is launched already."""
         verdict = self._verdicts.note_closed()
         if verdict is None:
             return
         if not verdict.applied:
             self._note_skip(verdict)
-        elif self._verdicts.schedules_follow:
+        elif self._schedules_follow:
             self._schedules.advance(verdict.applied_steps)
 
     def _note_skip(self, verdict: Verdict) -> None:

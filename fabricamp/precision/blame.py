@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+class Looked(NamedTuple):
+    """The statistics that a step took, ``of`` the gradients of these tensors with so many elements; None: a fused optimizer's."""
+
+    statistics: Tensor
+    of: tuple[Sequence[Tensor], Sequence[int]] | None = None
 
 
 class Blame:
@@ -30,13 +37,10 @@ class Blame:
         self._last: Tensor | None = None
         self._slot = 0
 
-    def note(
-        self, slot: int, statistics: Tensor, targets: Sequence[Tensor] | None = None, sizes: Sequence[int] = ()
-    ) -> None:
-        """Remembers what ``statistics`` are of: gradients of ``targets`` with so many elements; None: a fused optimizer's."""
-        self._looked[slot] = None if targets is None else (targets, sizes)
-        self._last = statistics
-        self._slot = slot
+    def note(self, window: int, looked: Looked) -> None:
+        """Remembers what the statistics of the window with that number are of."""
+        self._slot = window % SLOTS
+        self._last, self._looked[self._slot] = looked
 
     def target(self, index: int, slot: int) -> Tensor | None:
         """Returns what entry ``index`` of the statistics noted for ``slot`` belongs to; None where that is not known."""

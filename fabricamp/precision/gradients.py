@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.gradients.flat import Gradients
-    from fabricamp.precision.blame import Blame
+    from fabricamp.precision.blame import Blame, Looked
     from fabricamp.precision.master_weights import MasterWeights
 
 _grad: Final = operator.attrgetter("grad")
@@ -50,6 +50,8 @@ class Binding:
         self.holders: list[Tensor] = []
         self.targets: list[Tensor] = []
         self.seen: list[Tensor | None] | None = None
+        self.looked: Looked | None = None
+        """The statistics of a step that is launched, until the host has noted it."""
         self.found_inf: Tensor | None = None
         self.copies: list[Tensor | None] | None = None
         self.writes = False
@@ -58,7 +60,8 @@ class Binding:
         """Holders and targets that are two tensors, or stand for one that is summed elsewhere: a step clears their gradients."""
         self._masters = masters
         self._exchanged = exchanged
-        self._sums = sums
+        self.sums = sums
+        """Whether gradients are summed in :attr:`memory`, beside ``.grad``."""
         self.memory = GradientMemory((), sums=sums)
         self.refresh()
 
@@ -76,7 +79,7 @@ class Binding:
         self.memory.hold(holders)
         self.holders = self.memory.parameters
         pairs = list(zip(holders, self.targets, strict=True))
-        self.apart = [pair for pair in pairs if self._sums or pair[0] is not pair[1]]
+        self.apart = [pair for pair in pairs if self.sums or pair[0] is not pair[1]]
         if self._masters is not None:
             self.copies = [None if holder is target else holder for holder, target in pairs]
 
@@ -88,7 +91,7 @@ class Binding:
     def gather(self, gradients: Gradients) -> list[Gradient]:
         """Returns the gradients of a window, from wherever they are."""
         self.refresh()
-        values = self._given(self._own_sums() if self._sums and gradients.tensors is None else gradients)
+        values = self._given(self._own_sums() if self.sums and gradients.tensors is None else gradients)
         return [
             Gradient(holder, target, value)
             for holder, target, value in zip(self.holders, self.targets, values, strict=True)
@@ -101,7 +104,7 @@ class Binding:
         What :meth:`gather` tells too, without a wait: for optimizers that read the flags themselves.
         """
         self.refresh()
-        if self._sums and gradients.tensors is None:
+        if self.sums and gradients.tensors is None:
             gradients = self._own_sums()
         if gradients.tensors is None or gradients.present is None:
             return self._given(gradients), None
@@ -126,10 +129,13 @@ class Binding:
             )
         return gradients.values()
 
-    def clear(self) -> None:
-        """Forgets the window's gradients, except where the optimizer's own ``.grad`` is what backward fills."""
+    def clear(self, *, sums: bool = True) -> None:
+        """Forgets the window's gradients, except where the optimizer's own ``.grad`` is what backward fills.
+
+        ``sums`` False: but for the sums, so nothing is launched.
+        """
         self.seen = None
-        if self._sums:
+        if sums and self.sums:
             self.memory.clear()
         for holder, _ in self.apart:
             holder.grad = None

@@ -101,7 +101,8 @@ class LossScaler:
         self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
         self._limits = minimum, maximum
         self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
-        self._windows = 0
+        self.windows = 0
+        """How many have ended."""
         self._closed = False
         self._settled = False
         self._heeded_from = 0
@@ -123,11 +124,6 @@ class LossScaler:
             sticky=sticky,
         )
 
-    @property
-    def slot(self) -> int:
-        """The slot that the open window will have in the ring."""
-        return self._windows % SLOTS
-
     def closing(self) -> ops.ScaleRule:
         """Returns the rule for a launch that ends the window; with one loss.  :meth:`launch_close` has then nothing to do."""
         self._closed = True
@@ -142,9 +138,9 @@ class LossScaler:
         """Counts a window that was ended on the device, and returns what became of the one two windows ago; launches nothing."""
         self._closed = False
         if self._events:
-            self._events[self._windows % SLOTS].record()
-        self._windows += 1
-        window = self._windows - 1 - LAG
+            self._events[self.windows % SLOTS].record()
+        self.windows += 1
+        window = self.windows - 1 - LAG
         if window < 0:
             return None
         self.known, self._at_floor = self._read(window, self._at_floor)
@@ -174,7 +170,7 @@ class LossScaler:
     def pending(self) -> list[Verdict]:
         """Reads, waiting, the verdicts that :meth:`close` has not told yet, oldest first; they stay to be told."""
         verdicts, at_floor = [], self._at_floor
-        for window in range(max(self._windows - LAG, 0), self._windows):
+        for window in range(max(self.windows - LAG, 0), self.windows):
             verdict, at_floor = self._read(window, at_floor)
             verdicts.append(verdict)
         self.known = verdicts[-1] if verdicts else self.known
@@ -215,11 +211,11 @@ class LossScaler:
     def slot_of(self, overflow: Overflow) -> int:
         """Returns the slot of the window that ``overflow`` is of; the last one's where that has been used again since."""
         recent = self.windows_since(overflow) < SLOTS
-        return (overflow.window if recent else self._windows - 1) % SLOTS
+        return (overflow.window if recent else self.windows - 1) % SLOTS
 
     def windows_since(self, overflow: Overflow) -> int:
         """Returns how many windows ended after the one that ``overflow`` is of."""
-        return self._windows - 1 - overflow.window
+        return self.windows - 1 - overflow.window
 
     def settle(self) -> None:
         """Lets a run that goes on from the state saved from now on start afresh, not sticky with this one's overflow."""
@@ -231,7 +227,7 @@ class LossScaler:
             "window": self.state.state_dict(),
             "scalers": [state.state_dict() for state in self.losses],
             "ring": self._ring.clone(),
-            "windows": self._windows,
+            "windows": self.windows,
             "known": self.known._asdict(),
             "at_floor": self._at_floor,
             "sticky": self.sticky and not self._settled,
@@ -248,10 +244,10 @@ class LossScaler:
             self._host.copy_(self._ring, non_blocking=True)
             for event in self._events:
                 event.record()
-        self._windows = int(state["windows"])
+        self.windows = int(state["windows"])
         self.known = Verdict(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):
             # Overflows of a run that skipped them, or that ended for them, are not this one's.
             self.state.streak.zero_()
-            self._heeded_from = self._windows
+            self._heeded_from = self.windows

@@ -13,7 +13,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.blame import Blame
+from fabricamp.precision.blame import Blame, Looked
 from fabricamp.precision.fused import FusedStep, add_up, step_fused
 from fabricamp.precision.gradients import Binding, pair, values_of
 from fabricamp.precision.master_weights import round_to
@@ -66,7 +66,10 @@ class OptimizerStepper(Stepper):
         self._static_scale = static_scale
         self._state = scaler.state if scaler is not None else ops.StepState.on(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._constant = torch.full((), float(static_scale), dtype=torch.float32, device=device)
+        # What gradients still carry, on the device: the dynamic scale, a constant, or 1 where the sums are unscaled.
+        self._scale = torch.full((), float(static_scale), dtype=torch.float32, device=device)
+        if scaler is not None:
+            self._scale = self._one if self._several_losses else self._state.scale
         self._told = False
         exchanged = sums and strategy.distributed and strategy.world_size > 1
         self._bindings: dict[Any, Binding] = {}
@@ -156,10 +159,44 @@ class OptimizerStepper(Stepper):
         loss: Tensor | None,
     ) -> None:
         """Clips and updates, or skips; ends the window too where ``loss`` is given and that can be done in the same launch."""
-        binding = self._binding(optimizer)
+        self.launch_step(optimizer, gradients, clip, run, loss)
+        self.note_stepped(optimizer)
+
+    def launch_step(
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        clip: Clip | None,
+        run: Callable[[], Any] | None,
+        loss: Tensor | None,
+    ) -> None:
+        """What :meth:`step` does on the device."""
+        binding = self._bindings.get(optimizer) or self._binding(optimizer)
         if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
-            self._step_fused(optimizer, binding, gradients, clip, loss)
-            return
+            self._launch_fused(optimizer, binding, gradients, clip, loss)
+        else:
+            self._launch_any(optimizer, binding, gradients, clip, run, loss)
+        if binding.sums:
+            binding.memory.clear()
+
+    def note_stepped(self, optimizer: Optimizer) -> None:
+        """What only the host does behind a step: remembers whose statistics it took, and forgets the gradients it used."""
+        binding = self._bindings[optimizer]
+        if self._scaler is not None and binding.looked is not None:
+            binding.blame.note(self._scaler.windows, binding.looked)
+        binding.looked = None
+        binding.clear(sums=False)
+
+    def _launch_any(
+        self,
+        optimizer: Optimizer,
+        binding: Binding,
+        gradients: Gradients,
+        clip: Clip | None,
+        run: Callable[[], Any] | None,
+        loss: Tensor | None,
+    ) -> None:
+        """One pass over the gradients, into ``.grad``, then the optimizer's own step."""
         if binding.seen is None:
             self._write(binding, gradients, clip, loss)
             found_inf = self._state.found_inf
@@ -168,14 +205,13 @@ class OptimizerStepper(Stepper):
         pairs = [pair for pair in zip(binding.targets, binding.holders, strict=True) if pair[0].grad is not None]
         self._run(optimizer, run, found_inf)
         round_to([target for target, _ in pairs], [holder for _, holder in pairs])
-        binding.clear()
 
-    def _step_fused(
+    def _launch_fused(
         self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None
     ) -> None:
         """Statistics, finish and update; ``.grad`` stays as backward left it."""
         values, flags = binding.rows(gradients)
-        scaler, scale, divisor = self._scaler, self._loss_scale(), gradients.divisor
+        scaler, scale, divisor = self._scaler, self._scale, gradients.divisor
         if scaler is None:
             how = FusedStep(self._state, scale, divisor, skips=False, shards=self._shards)
         else:
@@ -183,9 +219,7 @@ class OptimizerStepper(Stepper):
             origin, sticky = binding.blame.origin, scaler.sticky
             how = FusedStep(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
         statistics = step_fused(optimizer, how, clip, gradients=values, copies=binding.copies, flags=flags)
-        if scaler is not None and statistics is not None:
-            binding.blame.note(scaler.slot, statistics)
-        binding.clear()
+        binding.looked = None if statistics is None else Looked(statistics)
 
     def _closing(self, loss: Tensor | None) -> tuple[ops.ScaleRule | None, Tensor | None]:
         """The rule that ends the window in a step's own launch, with the loss for it; None where that takes a launch more."""
@@ -208,7 +242,7 @@ class OptimizerStepper(Stepper):
         pairs = [pair(gradient) for gradient in gathered]
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
         max_norm, limit = _limits(clip)
-        scale, divisor = self._loss_scale(), gradients.divisor
+        scale, divisor = self._scale, gradients.divisor
         if self._scaler is None and max_norm is None:
             ops.scale(sources, destinations, 1.0 / (self._static_scale * divisor), limit)
             return
@@ -234,7 +268,7 @@ class OptimizerStepper(Stepper):
         loss: Tensor | None,
     ) -> None:
         """Statistics of the gradients of ``targets``, and what they mean for the step."""
-        scaler, blame = self._scaler, binding.blame
+        scaler = self._scaler
         statistics = ops.gradient_statistics(sources, scale, divisor)
         if self._shards is not None:
             statistics = add_up(self._shards, statistics)
@@ -245,13 +279,12 @@ class OptimizerStepper(Stepper):
             scale=scale,
             divisor=divisor,
             max_norm=max_norm,
-            origin=blame.origin,
+            origin=binding.blame.origin,
             sticky=scaler is not None and scaler.sticky,
             closing=closing,
             loss=loss,
         )
-        if scaler is not None:
-            blame.note(scaler.slot, statistics, targets, [source.numel() for source in sources])
+        binding.looked = Looked(statistics, (targets, [source.numel() for source in sources]))
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
@@ -272,12 +305,6 @@ class OptimizerStepper(Stepper):
         self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
         ops.scale(values, values, self._state.multiplier, limit)
         return torch.maximum(binding.found_inf, self._state.found_inf)
-
-    def _loss_scale(self) -> Tensor:
-        """What gradients still carry, on the device: the dynamic scale, a constant, or 1 where the sums are unscaled."""
-        if self._scaler is None:
-            return self._constant
-        return self._one if self._several_losses else self._state.scale
 
     def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
         update = run or optimizer.step

@@ -325,7 +325,7 @@ def test_a_constant_scale_of_a_policy_is_not_carried_to_a_level_that_moves_it():
     assert static.verdicts.scale == 1.0
     static.load_state_dict(run.precision.state_dict())
     assert static.verdicts.applied_steps == 0
-    assert static.verdicts.scaler._windows == 1
+    assert static.verdicts.scaler.windows == 1
 
 
 def test_sparse_gradients_are_looked_at_and_named(kernel_device):

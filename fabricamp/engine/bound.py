@@ -1,0 +1,73 @@
+"""What an update calls of the user's: looked up before the first batch, so that what nobody overrides costs nothing in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.precision.base import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
+
+    from fabricamp.engine.parts import FitParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Hooks that somebody has, and methods that the module overrides (None: it does not)."""
+
+    before_zero_grad: Sequence[Callable[..., Any]]
+    before_backward: Sequence[Callable[..., Any]]
+    after_backward: Sequence[Callable[..., Any]]
+    before_step: Sequence[Callable[..., Any]]
+    zero_grad: Callable[..., Any] | None
+    clipping: Callable[..., Any] | None
+    step: Callable[..., Any] | None
+    run_backward: Callable[..., Any]
+    backward: Callable[..., Any]
+    """What is called with the loss: ``run_backward``, through the precision where that has a part in it."""
+    wants_outputs: bool
+    """Whether a hook after the batch gets what the step returned."""
+    shows_gradients: bool
+    """Whether somebody looks at gradients before the update: only then are they unscaled in a pass of their own."""
+    plain_zero_grad: Callable[[], Any] | None
+    plain_step: Callable[[], Any] | None
+    """The optimizer's own methods, where nothing of ours or the user's stands around them."""
+
+
+def bound_to(parts: FitParts, optimizer: Optimizer | None, *, ours: bool) -> Bound:
+    """Looks up what an update of ``optimizer`` calls; ``ours``: something of ours stands around its step."""
+    hooks, module, precision = parts.hooks, parts.module, parts.precision
+    own = partial(overrides, module, base=TrainingModule)
+    run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+    # What only passes a call on is left out of it: a Python call costs as much as three hooks.
+    scales = overrides(precision, "backward", Precision)
+    before_zero_grad, before_step = hooks("on_before_zero_grad"), hooks("on_before_optimizer_step")
+    zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
+    clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
+    step = module.optimizer_step if own("optimizer_step") else None
+    shown = bool(before_step or clipping or step)
+    plain = not (ours or shown or overrides(precision, "step", Precision))
+    return Bound(
+        before_zero_grad=before_zero_grad,
+        before_backward=hooks("on_before_backward"),
+        after_backward=hooks("on_after_backward"),
+        before_step=before_step,
+        zero_grad=zero_grad,
+        clipping=clipping,
+        step=step,
+        run_backward=run_backward,
+        backward=partial(precision.backward, run=run_backward) if scales else run_backward,
+        wants_outputs=bool(hooks("on_train_batch_end")),
+        shows_gradients=shown,
+        plain_zero_grad=None if optimizer is None or before_zero_grad or zero_grad else optimizer.zero_grad,
+        plain_step=optimizer.step if optimizer is not None and plain else None,
+    )

@@ -1,0 +1,54 @@
+"""What an open window is in beside ``.grad``: sums of gradients, and what is known of each of several losses."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.precision.base import Precision
+
+
+class WindowTensors:
+    """The tensors of the open window of a fit that makes steps of so many micro-batches (``accumulate``)."""
+
+    def __init__(self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int) -> None:
+        self._precision = precision
+        self._optimizers = optimizers
+        self._accumulate = accumulate
+
+    def taken(self, loss: Tensor) -> dict[str, Any]:
+        """Returns them as they are, with the last micro-batch's ``loss`` behind them, and what they are of."""
+        sums = [tensor for memory in self._memories() for tensor in memory.tensors]
+        tensors = [*sums, *self._beside(), loss]
+        return {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+
+    def give_back(self, window: dict[str, Any]) -> str:
+        """Goes on with what :meth:`taken` returned; returns why that cannot be, or an empty string."""
+        for name, here in (("level", self._precision.name), ("accumulate", self._accumulate)):
+            if window[name] != here:
+                return f"{name} was {window[name]!r} there and is {here!r} here"
+        memories, beside, values = self._memories(), self._beside(), iter(window["tensors"][:-1])
+        sums = [list(islice(values, len(memory.tensors))) for memory in memories]
+        rest = list(values)
+        fit = all(memory.fits(one) for memory, one in zip(memories, sums, strict=True))
+        if not fit or [tensor.shape for tensor in beside] != [tensor.shape for tensor in rest]:
+            return "gradients are summed in other tensors"
+        for memory, one in zip(memories, sums, strict=True):
+            memory.take(one)
+        for tensor, value in zip(beside, rest, strict=True):
+            tensor.copy_(value)
+        return ""
+
+    def _memories(self) -> list[GradientMemory]:
+        return [self._precision.gradients(one) for one in self._optimizers]
+
+    def _beside(self) -> list[Tensor]:
+        verdicts = self._precision.verdicts
+        return [] if verdicts is None else verdicts.window_tensors
