@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +14,37 @@ if TYPE_CHECKING:
 
 
 class NormFunction(torch.autograd.Function):
-    """A norm that a subclass names: ``apply`` is the function itself, ``forward`` and ``backward`` are its passes one by one."""
+    """A norm that a subclass names: ``apply`` is the function itself, ``forward`` and ``backward`` are its passes one by one.
 
-    @staticmethod
-    def run(ctx: Any, function: Callable[..., Tensor], tensors: tuple[Tensor, ...], *options: Any) -> Tensor:
-        """Returns ``function(*tensors, *options)`` and keeps what :meth:`backward` needs of it."""
-        with torch.enable_grad():
-            leaves = [one.detach().requires_grad_() for one in tensors]
-            output = function(*leaves, *options)
-        ctx.passes = leaves, output, len(options)
-        return output.detach()
+    Of the function's parameters those before ``normalized_shape`` or ``epsilon`` are tensors.
+    """
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = staticmethod(_pass_of(cls.apply))  # type: ignore[method-assign]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Returns the gradients of the tensors, and None for each option."""
         leaves, output, options = ctx.passes
         return (*torch.autograd.grad(output, leaves, grad_outputs), *[None] * options)
+
+
+def _pass_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns ``function`` as the ``forward`` of an autograd function, with ``ctx`` before its own parameters."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    tensors = next(place for place, name in enumerate(names) if name in ("normalized_shape", "epsilon"))
+
+    @functools.wraps(function)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        with torch.enable_grad():
+            leaves = [one.detach().requires_grad_() for one in given.args[:tensors]]
+            output = function(*leaves, *given.args[tensors:])
+        ctx.passes = leaves, output, len(names) - tensors
+        return output.detach()
+
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return forward

@@ -1,4 +1,5 @@
 import inspect
+import types
 
 import pytest
 import torch
@@ -57,6 +58,28 @@ def test_functions_and_classes_agree():
     torch.testing.assert_close(functions.fused_layer_norm(x, (5,)), functions.fused_layer_norm(x, 5, 1e-6))
     torch.testing.assert_close(functions.fused_rms_norm(x, (5,)), functions.FusedRMSNormFunction.apply(x, (5,), 1e-6))
     assert functions.supports_custom_op()
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_passes_one_by_one(memory_efficient):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((3, 5), 5, 5))
+    for kind, tensors, options in (
+        (functions.FusedLayerNormAffineFunction, (x, weight, bias), ((5,), 1e-6)),
+        (functions.FusedRMSNormAffineMixedDtypesFunction, (x, weight), ((5,), 1e-6)),
+        (functions.FusedLayerNormFunction, (x,), ((5,), 1e-6)),
+        (FastLayerNormFN, (x, weight, bias), (1e-6,)),
+    ):
+        context, output = types.SimpleNamespace(), kind.apply(*tensors, *options)
+        passed = kind.forward(context, *tensors, *options, memory_efficient=memory_efficient)
+        torch.testing.assert_close(passed, output)
+        assert not passed.requires_grad
+        gradients = kind.backward(context, torch.ones_like(passed))
+        expected = torch.autograd.grad(output.sum(), tensors)
+        torch.testing.assert_close(gradients[: len(tensors)], expected, atol=1e-5, rtol=1e-5)
+        assert gradients[len(tensors) :] == (None,) * (len(options) + 1)
+        names = list(inspect.signature(kind.forward).parameters)
+        assert (names[0], names[-1]) == ("ctx", "memory_efficient")
 
 
 def test_fast_layer_norm():

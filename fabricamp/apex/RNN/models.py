@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
 
@@ -32,57 +37,33 @@ def LSTM(  # noqa: N802  # apex's name
     )
 
 
-def GRU(  # noqa: N802  # apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.GRU:
-    """Returns torch's GRU."""
-    _refuse_projection("GRU", output_size, hidden_size)
-    return nn.GRU(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+def _plain(name: str, network: Callable[..., nn.RNNBase]) -> Callable[..., nn.RNNBase]:
+    def build(
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        output_size: int | None = None,
+    ) -> nn.RNNBase:
+        """Returns torch's network of this name."""
+        if output_size not in (None, hidden_size):
+            raise ConfigError(
+                f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} in; "
+                f"put nn.Linear({hidden_size}, {output_size}) behind it"
+            )
+        options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        return network(input_size, hidden_size, num_layers, **options)
+
+    build.__name__ = build.__qualname__ = name
+    return build
 
 
-def ReLU(  # noqa: N802  # apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.RNN:
-    """Returns torch's plain recurrent network with ReLU."""
-    _refuse_projection("ReLU", output_size, hidden_size)
-    return nn.RNN(input_size, hidden_size, num_layers, "relu", bias, batch_first, dropout, bidirectional)
-
-
-def Tanh(  # noqa: N802  # apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.RNN:
-    """Returns torch's plain recurrent network with tanh."""
-    _refuse_projection("Tanh", output_size, hidden_size)
-    return nn.RNN(input_size, hidden_size, num_layers, "tanh", bias, batch_first, dropout, bidirectional)
-
-
-def _refuse_projection(name: str, output_size: int | None, hidden_size: int) -> None:
-    if output_size not in (None, hidden_size):
-        raise ConfigError(
-            f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} in; "
-            f"put nn.Linear({hidden_size}, {output_size}) behind it"
-        )
+GRU = _plain("GRU", nn.GRU)
+ReLU = _plain("ReLU", functools.partial(nn.RNN, nonlinearity="relu"))
+Tanh = _plain("Tanh", functools.partial(nn.RNN, nonlinearity="tanh"))
 
 
 class mLSTM(nn.Module):  # noqa: N801  # apex's name

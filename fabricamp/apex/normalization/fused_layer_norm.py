@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fabricamp.apex._norm_function import NormFunction
 from fabricamp.apex.normalization._functions import (
     fused_layer_norm,
@@ -15,11 +13,6 @@ from fabricamp.apex.normalization._functions import (
     mixed_dtype_fused_rms_norm_affine,
 )
 from fabricamp.nn import norms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "FusedLayerNorm",
@@ -69,37 +62,11 @@ class FusedLayerNormAffineFunction(NormFunction):
 
     apply = staticmethod(fused_layer_norm_affine)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(
-            ctx, fused_layer_norm_affine, (input, weight, bias), normalized_shape, eps, memory_efficient
-        )
-
 
 class FusedLayerNormFunction(NormFunction):
     """:func:`fused_layer_norm`."""
 
     apply = staticmethod(fused_layer_norm)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(ctx, fused_layer_norm, (input,), normalized_shape, eps, memory_efficient)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(NormFunction):
@@ -107,38 +74,11 @@ class FusedLayerNormAffineMixedDtypesFunction(NormFunction):
 
     apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(
-            ctx, mixed_dtype_fused_layer_norm_affine, (input, weight, bias), normalized_shape, eps, memory_efficient
-        )
-
 
 class FusedRMSNormAffineFunction(NormFunction):
     """:func:`fused_rms_norm_affine`."""
 
     apply = staticmethod(fused_rms_norm_affine)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        weight: Tensor,
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(ctx, fused_rms_norm_affine, (input, weight), normalized_shape, eps, memory_efficient)
 
 
 class FusedRMSNormFunction(NormFunction):
@@ -146,33 +86,8 @@ class FusedRMSNormFunction(NormFunction):
 
     apply = staticmethod(fused_rms_norm)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(ctx, fused_rms_norm, (input,), normalized_shape, eps, memory_efficient)
-
 
 class FusedRMSNormAffineMixedDtypesFunction(NormFunction):
     """:func:`mixed_dtype_fused_rms_norm_affine`."""
 
     apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,  # noqa: A002  # apex's name
-        weight: Tensor,
-        normalized_shape: int | Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(
-            ctx, mixed_dtype_fused_rms_norm_affine, (input, weight), normalized_shape, eps, memory_efficient
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp.apex._norm_function import NormFunction
 from fabricamp.nn import FusedLayerNorm
@@ -22,13 +22,6 @@ class FastLayerNormFN(NormFunction):
     """LayerNorm of ``x`` over its last dimension, in its dtype."""
 
     apply = staticmethod(_normalise)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """Returns the output, in an autograd function's ``ctx``."""
-        return NormFunction.run(ctx, _normalise, (x, gamma, beta), epsilon, memory_efficient)
 
 
 class FastLayerNorm(FusedLayerNorm):
