@@ -81,13 +81,7 @@ class LossScaler:
         self.losses = [self.state]
         if num_losses > 1:
             self.losses = [ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis) for _ in range(num_losses)]
-        cuda = self.device.type == "cuda"
-        self._ring = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
-        self._host = pinned_for_kernels(SLOTS, _WORDS, dtype=torch.int32) if cuda else self._ring
-        # As Python numbers, ten times as fast as by way of a tensor.
-        words: Any = self._host.view(-1).numpy()
-        self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
-        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
+        self._make_ring()
         moves: dict[str, Any] = {
             "growth_interval": window,
             "minimum": minimum,
@@ -97,7 +91,7 @@ class LossScaler:
         self._loss_rule = ops.ScaleRule(growth_factor=factor, backoff_factor=1 / factor, **moves)
         # With several losses the window's own struct only shows a scale.
         growth, backoff = (factor, 1 / factor) if num_losses == 1 else (1.0, 1.0)
-        moves |= {"sticky": sticky, "ring": self._ring, "mirror": self._host if cuda else None}
+        moves |= {"sticky": sticky, "ring": self._ring, "mirror": None if self._host is self._ring else self._host}
         self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
         self._limits = minimum, maximum
         self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
@@ -109,6 +103,15 @@ class LossScaler:
         self._at_floor = 0
         self.overflow = Overflow(0, float("nan"), scale, -1)
         self.known = Verdict(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
+
+    def _make_ring(self) -> None:
+        cuda = self.device.type == "cuda"
+        self._ring = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
+        self._host = pinned_for_kernels(SLOTS, _WORDS, dtype=torch.int32) if cuda else self._ring
+        # As Python numbers, ten times as fast as by way of a tensor.
+        words: Any = self._host.view(-1).numpy()
+        self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
 
     @classmethod
     def for_level(cls, level: Level, device: torch.device, *, sticky: bool) -> LossScaler:

@@ -71,25 +71,28 @@ class OptimizerStepper(Stepper):
         if scaler is not None:
             self._scale = self._one if self._several_losses else self._state.scale
         self._told = False
-        exchanged = sums and strategy.distributed and strategy.world_size > 1
         self._bindings: dict[Any, Binding] = {}
         # A step that is the whole window ends it too, in the same launch.
         self._closes = len(optimizers) == 1 and not self._several_losses
         self.numbers_each = (2**31 - 1) // max(len(optimizers), 1)
         """How many statistics each of several optimizers may have, so that all together have numbers of their own."""
         for optimizer in optimizers:
-            self._check(optimizer, masters is not None or sums)
-            blame = Blame(optimizer, origin=len(self._bindings) * self.numbers_each)
-            binding = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
-            self._bindings[optimizer] = binding
-            if masters is not None or sums:
-                # Backward fills other tensors than those of param_groups: these have to be cleared too.
-                optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
+            self._bind(optimizer, masters, sums=sums)
         if sums:
             self._check_shared()
         self._half_on_cpu = device.type == "cpu" and any(
             target.dtype in HALF_DTYPES for binding in self._bindings.values() for target in binding.targets
         )
+
+    def _bind(self, optimizer: Optimizer, masters: MasterWeights | None, *, sums: bool) -> None:
+        elsewhere = masters is not None or sums
+        self._check(optimizer, elsewhere)
+        blame = Blame(optimizer, origin=len(self._bindings) * self.numbers_each)
+        exchanged = sums and self._strategy.distributed and self._strategy.world_size > 1
+        binding = self._bindings[optimizer] = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
+        if elsewhere:
+            # Backward fills other tensors than those of param_groups: these have to be cleared too.
+            optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
 
     def _check(self, optimizer: Optimizer, elsewhere: bool) -> None:
         scaled = self._scaler is not None or self._static_scale != 1
@@ -175,7 +178,10 @@ class OptimizerStepper(Stepper):
         if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
             self._launch_fused(optimizer, binding, gradients, clip, loss)
         else:
-            self._launch_any(optimizer, binding, gradients, clip, run, loss)
+            found_inf = self._fill(binding, gradients, clip, loss)
+            pairs = [pair for pair in zip(binding.targets, binding.holders, strict=True) if pair[0].grad is not None]
+            self._run(optimizer, run, found_inf)
+            round_to([target for target, _ in pairs], [holder for _, holder in pairs])
         if binding.sums:
             binding.memory.clear()
 
@@ -187,24 +193,12 @@ class OptimizerStepper(Stepper):
         binding.looked = None
         binding.clear(sums=False)
 
-    def _launch_any(
-        self,
-        optimizer: Optimizer,
-        binding: Binding,
-        gradients: Gradients,
-        clip: Clip | None,
-        run: Callable[[], Any] | None,
-        loss: Tensor | None,
-    ) -> None:
-        """One pass over the gradients, into ``.grad``, then the optimizer's own step."""
-        if binding.seen is None:
-            self._write(binding, gradients, clip, loss)
-            found_inf = self._state.found_inf
-        else:
-            found_inf = self._rewrite(binding, binding.seen, clip)
-        pairs = [pair for pair in zip(binding.targets, binding.holders, strict=True) if pair[0].grad is not None]
-        self._run(optimizer, run, found_inf)
-        round_to([target for target, _ in pairs], [holder for _, holder in pairs])
+    def _fill(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> Tensor:
+        """One pass over the gradients, into ``.grad``; returns whether the optimizer has to leave its step out."""
+        if binding.seen is not None:
+            return self._rewrite(binding, binding.seen, clip)
+        self._write(binding, gradients, clip, loss)
+        return self._state.found_inf
 
     def _launch_fused(
         self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None

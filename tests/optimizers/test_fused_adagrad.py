@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -12,10 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdagrad, UnsupportedError
 from tests.cuda_on_cpu.compiler import references
+from tests.optimizers.checks import (
+    check_closures_copies_and_pickles,
+    check_grad_scaler,
+    check_steering,
+    check_zeroing,
+    follow,
+)
 from tests.optimizers.twins import assert_same, captured, gradients, large, net, same_bits
 
 OPTIONS = {
@@ -37,24 +42,16 @@ def pair(device, options, dtype=torch.float32, **theirs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_hundred_steps_follow_torch(kernel_device, options, dtype):
-    (mine, optimizer), (twin, reference) = pair(kernel_device, OPTIONS[options], dtype, foreach=True)
-    for step in range(100):
-        gradients(mine, step, contiguous=step % 2 == 0)
-        gradients(twin, step)
-        optimizer.step()
-        reference.step()
-    assert_same(mine, twin, 1e-5 if dtype == torch.float32 else 1e-12)
+    one, other = pair(kernel_device, OPTIONS[options], dtype, foreach=True)
+    follow(one, other, 100, alternate=True)
+    assert_same(one[0], other[0], 1e-5 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_on_a_cpu_it_has_the_bits_of_torchs_foreach(options):
-    (mine, optimizer), (twin, reference) = pair("cpu", OPTIONS[options], foreach=True)
-    for step in range(5):
-        gradients(mine, step)
-        gradients(twin, step)
-        optimizer.step()
-        reference.step()
-    assert same_bits(mine, twin)
+    one, other = pair("cpu", OPTIONS[options], foreach=True)
+    follow(one, other, 5)
+    assert same_bits(one[0], other[0])
 
 
 def test_a_hundred_steps_with_decoupled_weight_decay(kernel_device):
@@ -183,69 +180,21 @@ def test_groups_differ_change_and_grow_with_missing_gradients(kernel_device):
 def test_closures_schedulers_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = FusedAdagrad(module.parameters(), lr=0.1, adagrad_w_mode=True, set_grad_none=False)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    x = torch.randn(3, 2, 6, 6, device=kernel_device)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = module(x).square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(5):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-    assert losses[-1] < losses[0]
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert (other.adagrad_w_mode, other.set_grad_none) == (1, False)
-        own = [p for group in other.param_groups for p in group["params"]]
-        before = [p.clone() for p in own]
-        for parameter in own:
-            parameter.grad = torch.ones_like(parameter)
-        other.step()
-        assert not any(torch.equal(one, two) for one, two in zip(before, own, strict=True))
-    optimizer.zero_grad()
-    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
-    optimizer.zero_grad(set_to_none=True)
-    assert all(p.grad is None for p in module.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    check_closures_copies_and_pickles(module, optimizer, schedule, adagrad_w_mode=1, set_grad_none=False)
+    check_zeroing(module, optimizer)
 
 
 def test_a_step_can_be_steered(kernel_device):
     module, twin = net(kernel_device), net(kernel_device)
-    optimizer, reference = FusedAdagrad(module.parameters()), torch.optim.Adagrad(twin.parameters())
-    state = ops.StepState.on(kernel_device, scale=4.0)
-    halves = [torch.zeros_like(p, dtype=torch.float16) for p in module.parameters()]
-    for step in range(3):
-        gradients(twin, step)
-        values = [p.grad * 8 for p in twin.parameters()]
-        if step == 0:
-            values[1][0] = float("inf")
-        else:
-            reference.step()
-        optimizer.gather(values, halves)
-        ops.finish(state, optimizer.statistics(state.scale, 2.0), scale=state.scale, divisor=2.0)
-        optimizer.steer(state)
-        optimizer.step()
-        assert state.found_inf.item() == float(step == 0)
-        assert_same(module, twin)
-        assert step == 0 or all(torch.equal(h, p.half()) for h, p in zip(halves, module.parameters(), strict=True))
+    optimizer = FusedAdagrad(module.parameters())
+    check_steering(kernel_device, (module, optimizer), (twin, torch.optim.Adagrad(twin.parameters())))
     assert {entry["step"].item() for entry in optimizer.state.values()} == {2.0}
 
 
 @pytest.mark.parametrize("overflow", [None, 0, 1])
 def test_torchs_grad_scaler(kernel_device, overflow):
-    (mine, optimizer), (twin, reference) = pair(kernel_device, {})
-    for module, one in ((mine, optimizer), (twin, reference)):
-        scaler = torch.amp.GradScaler(kernel_device.type, init_scale=1024.0)
-        for step in range(3):
-            gradients(module, step, scale=float(scaler.scale(torch.ones((), device=kernel_device))))
-            if step == overflow:
-                next(module.parameters()).grad[0, 0, 0, 2] = float("inf")
-            scaler.step(one)
-            scaler.update()
-        assert scaler.get_scale() == (1024.0 if overflow is None else 512.0)
-    assert_same(mine, twin, 1e-5)
+    check_grad_scaler(kernel_device, pair(kernel_device, {}), overflow)
 
 
 def test_sparse_gradients_are_refused(kernel_device):

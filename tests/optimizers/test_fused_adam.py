@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import weakref
 
 import pytest
@@ -14,32 +13,14 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedAdam, UnsupportedError
-
-
-def net(device, dtype=torch.float32):
-    torch.manual_seed(0)
-    layers = nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 1)
-    return nn.Sequential(*layers).to(device, dtype).to(memory_format=torch.channels_last)
-
-
-def gradients(module, step, scale=1.0, contiguous=False):
-    generator = torch.Generator().manual_seed(step)
-    for parameter in module.parameters():
-        value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
-        value = value.to(parameter.device, parameter.dtype)
-        # Else as backward does it; torch's fused Adam on CPUs is wrong where the layouts differ.
-        parameter.grad = value if contiguous else torch.empty_like(parameter).copy_(value)
+from tests.optimizers.checks import check_closures_copies_and_pickles, check_zeroing
+from tests.optimizers.twins import assert_same, gradients, net
 
 
 def pair(device, ours, theirs, dtype=torch.float32):
     """Two equal modules with their optimizers."""
     one, other = net(device, dtype), net(device, dtype)
     return (one, FusedAdam(one.parameters(), **ours)), (other, theirs(other.parameters()))
-
-
-def assert_same(one, other, tolerance=1e-6):
-    for mine, expected in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
 
 
 OPTIONS = {
@@ -227,33 +208,10 @@ def test_memory_that_moves_is_found(kernel_device):
 def test_closures_schedulers_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = FusedAdam(module.parameters(), lr=0.1, adam_w_mode=False, set_grad_none=False)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    x = torch.randn(3, 2, 6, 6, device=kernel_device)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = module(x).square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(5):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-    assert losses[-1] < losses[0]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    check_closures_copies_and_pickles(module, optimizer, schedule, adam_w_mode=0, set_grad_none=False)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert (other.adam_w_mode, other.set_grad_none) == (0, False)
-        own = [p for group in other.param_groups for p in group["params"]]
-        for parameter in own:
-            parameter.grad = torch.ones_like(parameter)
-        before = [p.clone() for p in own]
-        other.step()
-        assert not any(torch.equal(one, two) for one, two in zip(before, own, strict=True))
-    optimizer.zero_grad()
-    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
-    optimizer.zero_grad(set_to_none=True)
-    assert all(p.grad is None for p in module.parameters())
+    check_zeroing(module, optimizer)
 
 
 def test_lr_may_be_a_tensor(kernel_device):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedLAMB, UnsupportedError
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
+from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
 from tests.windows import close_window
 
@@ -163,28 +163,10 @@ def test_apexs_layout_loads(kernel_device):
 def test_closures_schedulers_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = FusedLAMB(module.parameters(), lr=0.1, adam_w_mode=False, use_nvlamb=True, set_grad_none=False)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    x = torch.randn(3, 2, 6, 6, device=kernel_device)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = module(x).square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(5):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-    assert losses[-1] < losses[0]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    kept = {"adam_w_mode": 0, "use_nvlamb": True, "set_grad_none": False}
+    check_closures_copies_and_pickles(module, optimizer, schedule, **kept)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert (other.adam_w_mode, other.use_nvlamb, other.set_grad_none) == (0, True, False)
-        own = [p for group in other.param_groups for p in group["params"]]
-        before = [p.clone() for p in own]
-        gradients(nn.ParameterList(own), 3)
-        other.step()
-        assert not any(torch.equal(one, two) for one, two in zip(before, own, strict=True))
 
 
 @pytest.mark.parametrize("limit", [None, 0.3])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fabricamp import Trainer, TrainingModule, ops
+from fabricamp import Trainer, TrainingModule
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedLion
+from tests.optimizers.checks import check_steering
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
 
 BETAS = (0.9, 0.99)
@@ -94,23 +95,7 @@ def test_half_parameters_have_fp32_momentum_which_loading_does_not_round(kernel_
 
 
 def test_a_step_can_be_steered(kernel_device):
-    (module, optimizer), (twin, reference) = pair(kernel_device)
-    state = ops.StepState.on(kernel_device, scale=4.0)
-    halves = [torch.zeros_like(p, dtype=torch.float16) for p in module.parameters()]
-    for step in range(3):
-        gradients(twin, step)
-        values = [p.grad * 8 for p in twin.parameters()]
-        if step == 0:
-            values[1][0] = float("inf")
-        else:
-            reference.step()
-        optimizer.gather(values, halves)
-        ops.finish(state, optimizer.statistics(state.scale, 2.0), scale=state.scale, divisor=2.0)
-        optimizer.steer(state)
-        optimizer.step()
-        assert state.found_inf.item() == float(step == 0)
-        assert_same(module, twin)
-        assert step == 0 or all(torch.equal(h, p.half()) for h, p in zip(halves, module.parameters(), strict=True))
+    check_steering(kernel_device, *pair(kernel_device))
 
 
 class Regression(TrainingModule):

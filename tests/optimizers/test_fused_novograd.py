@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedNovoGrad, UnsupportedError
+from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
 
 
@@ -177,27 +177,8 @@ def test_apexs_layout_loads(kernel_device, mixed):
 def test_closures_schedulers_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = FusedNovoGrad(module.parameters(), lr=0.02, reg_inside_moment=True, set_grad_none=False)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    x = torch.randn(3, 2, 6, 6, device=kernel_device)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = module(x).square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(5):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-    assert losses[-1] < losses[0]
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert (other.moment_mode, other.set_grad_none) == (0, False)
-        own = [p for group in other.param_groups for p in group["params"]]
-        before = [p.clone() for p in own]
-        gradients(nn.ParameterList(own), 3)
-        other.step()
-        assert not any(torch.equal(one, two) for one, two in zip(before, own, strict=True))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    check_closures_copies_and_pickles(module, optimizer, schedule, moment_mode=0, set_grad_none=False)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

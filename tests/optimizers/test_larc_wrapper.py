@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import weakref
 from collections import defaultdict
 
@@ -19,6 +18,7 @@ from fabricamp.optimizers import LARC, FusedAdam, FusedSGD, UnsupportedError
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import references
+from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.twins import assert_same, captured, gradients, large, net
 from tests.windows import close_window
 
@@ -150,25 +150,7 @@ def test_state_dicts_are_the_inner_optimizers(kernel_device):
 def test_closures_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = LARC(INNER["FusedSGD"](module.parameters()), 0.01, clip=False, eps=1e-6)
-    x = torch.randn(3, 2, 6, 6, device=kernel_device)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = module(x).square().sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(5)]
-    assert losses[-1] < losses[0]
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert (other.trust_coefficient, other.clip, other.eps) == (0.01, False, 1e-6)
-        own = [p for group in other.param_groups for p in group["params"]]
-        assert own[0] is not next(module.parameters())
-        before = [p.clone() for p in own]
-        for parameter in own:
-            parameter.grad = torch.ones_like(parameter)
-        other.step()
-        assert not any(torch.equal(one, two) for one, two in zip(before, own, strict=True))
+    check_closures_copies_and_pickles(module, optimizer, trust_coefficient=0.01, clip=False, eps=1e-6)
     optimizer.zero_grad()  # as FusedSGD does it by itself
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
