@@ -1,4 +1,4 @@
-"""What a run knows of itself: plain counters and flags on the host, nothing stored on the user's module."""
+"""The state of a run: plain counters and flags on the host, nothing stored on the user's module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update calls of the user's: looked up before the first batch, so that what nobody overrides costs nothing in it."""
+"""Looks up what an update calls before the first batch, so that a hook or method that nobody overrides costs nothing in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a window's verdict: schedules that follow applied steps, a word on skipped ones, the end of a run."""
+"""Acts on the verdicts of update windows: schedules follow applied steps, skipped ones are told of, the policy ends a run."""
 
 from __future__ import annotations
 

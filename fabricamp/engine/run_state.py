@@ -1,4 +1,4 @@
-"""What the state of a run is: its sections, put together from the parts that know their own."""
+"""Puts the state of a run together, as a checkpoint holds it: a list of sections, each from the part that knows it."""
 
 from __future__ import annotations
 

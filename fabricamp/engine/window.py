@@ -1,4 +1,4 @@
-"""What an open window is in beside ``.grad``: sums of gradients, and what is known of each of several losses."""
+"""Saves and gives back the tensors of an open window beside ``.grad``: sums of gradients, and the scalers of several losses."""
 
 from __future__ import annotations
 

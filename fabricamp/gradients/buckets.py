@@ -1,4 +1,4 @@
-"""Which tensors travel together: pure planning from sizes and kinds, the same on every rank."""
+"""Plans which tensors share a bucket, and so a collective: from sizes, dtypes and devices alone, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat tensors on their way to being summed over the ranks: the one place that sends and awaits them."""
+"""Starts and awaits the all-reduces of flat tensors: all that sum gradients over the ranks, except those of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 

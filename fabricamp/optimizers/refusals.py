@@ -1,4 +1,4 @@
-"""What a fused optimizer cannot read, said with the parameter's name before a kernel meets it."""
+"""Errors for tensors that a fused optimizer's kernel cannot read, raised with the parameter's name before it is launched."""
 
 from __future__ import annotations
 

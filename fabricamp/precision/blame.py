@@ -1,4 +1,4 @@
-"""Whose gradients were not finite: from the number of a statistic back to a parameter, windows later."""
+"""Finds the parameter whose gradient was not finite: from the index of a gradient statistic back to it, windows later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions by name, and by the policy that a Trainer has for what is not finite."""
+"""Looks up a Precision by its name, and gives it the Trainer's ``nan_policy``."""
 
 from __future__ import annotations
 

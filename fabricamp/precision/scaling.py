@@ -1,4 +1,4 @@
-"""What losses are multiplied by, and whether windows are judged by what comes of it: one of three kinds, chosen by the level."""
+"""The loss scale of an opt level: a constant, a constant under a ``nan_policy``, or dynamic, one a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an optimizer without kernels of this package leaves out a step: by torch's protocol on the device, where it follows that."""
+"""Lets optimizers without kernels of this package leave a step out, by torch's ``found_inf`` protocol where they follow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a window's gradients to an update: statistics, one multiplier, one pass, then the optimizer's own step or none."""
+"""Steps optimizers behind a loss scaler or half weights: gradient statistics, one multiplier, one pass, then a step or none."""
 
 from __future__ import annotations
 

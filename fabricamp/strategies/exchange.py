@@ -1,4 +1,4 @@
-"""Tensors travel between ranks in flat buckets: averages, rank 0's values."""
+"""Averages tensors over the ranks, or broadcasts rank 0's, in flat buckets."""
 
 from __future__ import annotations
 

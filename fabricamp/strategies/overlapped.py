@@ -1,4 +1,4 @@
-"""Messages that leave while backward still runs: each as soon as its last gradient is there."""
+"""Overlaps the all-reduce of gradients with backward: a bucket leaves as soon as its last gradient is there."""
 
 from __future__ import annotations
 

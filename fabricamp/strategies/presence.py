@@ -1,4 +1,4 @@
-"""Ranks whose backwards reached different parameters: noticed without a wait, and told once."""
+"""Notices, without a wait, that the ranks' backward passes reached different parameters, and says so once."""
 
 from __future__ import annotations
 
