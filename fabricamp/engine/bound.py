@@ -40,11 +40,11 @@ class Bound:
     """Whether somebody looks at gradients before the update: only then are they unscaled in a pass of their own."""
     plain_zero_grad: Callable[[], Any] | None
     plain_step: Callable[[], Any] | None
-    """The optimizer's own methods, where nothing of ours or the user's stands around them."""
+    """The optimizer's own methods, where nothing of the Trainer's or the user's stands around them."""
 
 
-def bound_to(parts: FitParts, optimizer: Optimizer | None, *, ours: bool) -> Bound:
-    """Looks up what an update of ``optimizer`` calls; ``ours``: something of ours stands around its step."""
+def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> Bound:
+    """Looks up what an update of ``optimizer`` calls; ``steps_alone``: nothing of the Trainer's stands around its step."""
     hooks, module, precision = parts.hooks, parts.module, parts.precision
     own = partial(overrides, module, base=TrainingModule)
     run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
@@ -55,7 +55,7 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, ours: bool) -> Bou
     clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
-    plain = not (ours or shown or overrides(precision, "step", Precision))
+    plain = steps_alone and not (shown or overrides(precision, "step", Precision))
     return Bound(
         before_zero_grad=before_zero_grad,
         before_backward=hooks("on_before_backward"),

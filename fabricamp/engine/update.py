@@ -60,8 +60,8 @@ class Update:
         else:
             self.outcomes = Outcomes(verdicts, self.schedules, parts.state, parts.strategy)
         self._advances_at_once = self.schedules.follow_steps and not (verdicts and verdicts.schedules_follow)
-        ours = bool(self._exchanges or self.outcomes or clip or self._advances_at_once)
-        self._bound = bound_to(parts, self._optimizer, ours=ours)
+        alone = not (self._exchanges or self.outcomes or clip or self._advances_at_once)
+        self._bound = bound_to(parts, self._optimizer, steps_alone=alone)
         self.use(parts.step)
 
     def use(self, step: Callable[..., Any]) -> None:

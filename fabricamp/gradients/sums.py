@@ -1,4 +1,4 @@
-"""Starts and awaits the all-reduces of flat tensors: all that sum gradients over the ranks, except those of torch's DistributedDataParallel."""
+"""Starts and awaits all-reduces of flat tensors: every sum of gradients over the ranks, but for torch's own wrapper."""
 
 from __future__ import annotations
 

@@ -326,6 +326,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, mid-training too."""
+        if isinstance(param_group, dict):
+            _check(type(self).__name__, (), param_group)
         super().add_param_group(param_group)
         self._known = None
         refusals.refuse_unreadable(self, owned_parameters(self), "parameter")
@@ -364,6 +366,4 @@ def _check(name: str, params: object, defaults: dict[str, Any]) -> None:
     betas = defaults.get("betas", ())
     for beta in betas if isinstance(betas, (tuple, list)) else (None,):
         if not (refusals.at_least_0(beta) and beta < 1):
-            raise ConfigError(
-                f"{name} got betas={defaults['betas']!r}; it has to be two numbers, each at least 0 and less than 1"
-            )
+            raise ConfigError(f"{name} got betas={betas!r}; it has to be two numbers, each at least 0 and less than 1")
