@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=EXAMPLES,
+            epilog=_examples_of(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -120,6 +120,14 @@ def _parser() -> argparse.ArgumentParser:
         help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
     )
     return parser
+
+
+def _examples_of(command: str) -> str:
+    """The examples of one command, and the exit codes."""
+    lines = EXAMPLES.splitlines()
+    own = [line for line in lines if line.startswith(f"  fabricamp {command} ")]
+    own = own or [f"  fabricamp {command} config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt"]
+    return "\n".join(["examples:" if len(own) > 1 else "example:", *own, "", lines[-1]])
 
 
 def _run(command: str, path: Path, overrides: list[str]) -> int:

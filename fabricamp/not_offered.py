@@ -29,7 +29,7 @@ NOT_OFFERED: Final = {
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
     "callbacks.DeviceStatsMonitor": "log torch.cuda.memory_stats() in a Callback",
     "callbacks.EMAWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
-    "callbacks.GradientAccumulationScheduler": "give Trainer(accumulate_grad_batches=...), the same for all epochs",
+    "callbacks.GradientAccumulationScheduler": "set trainer.accumulate_grad_batches between two fits: the second goes on",
     "callbacks.LambdaCallback": "write a Callback with these hooks",
     "callbacks.LearningRateFinder": "give the learning rate",
     "callbacks.ModelPruning": "call torch.nn.utils.prune in a Callback",

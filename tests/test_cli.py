@@ -183,3 +183,14 @@ def test_the_console_script_is_the_same_command():
         [script, "fit", "config.yaml", "trainer.devices=2"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_command_shows_its_own_examples(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    shown = [line for line in out.splitlines() if line.startswith("  fabricamp ")]
+    assert shown
+    assert all(line.startswith(f"  fabricamp {command} config.yaml") for line in shown)
+    assert "exit codes: 0 done" in out
