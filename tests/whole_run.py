@@ -99,13 +99,14 @@ def whole_run(folder, defaults, *, batches_of=shuffled, fused=True, dropout=0.1,
         second = trainer(2)
         second.fit(module, batches, batches, ckpt_path=folder / "first.ckpt")
         second.save_checkpoint(folder / "second.ckpt")
+        metrics = dict(second.callback_metrics)  # those of the next entry point take their place
         results = [second.validate(module, batches, verbose=False), second.test(module, batches, verbose=False)]
         predictions = second.predict(module, batches)
     saved = torch.load(folder / "second.ckpt", weights_only=True)
     kept = {
         key: saved[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "amp", "rng") if key in saved
     }
-    return flattened({**kept, "metrics": second.callback_metrics, "results": results, "predictions": predictions})
+    return flattened({**kept, "metrics": metrics, "results": results, "predictions": predictions})
 
 
 def flattened(value, key=""):
