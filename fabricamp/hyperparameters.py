@@ -45,6 +45,12 @@ class Hyperparameters(dict[str, Any]):
                 f"no hyperparameter {name!r}{nearest(name, self)} (known: {', '.join(self) or 'none'})"
             ) from None
 
+    def __str__(self) -> str:
+        """A line each, by name, as Lightning's print."""
+        width = max((len(str(name)) for name in self), default=0) + 3
+        lines = [(f'"{name}":', self[name]) for name in sorted(self, key=str)]
+        return "\n".join(f"{label:{width}} {value}" for label, value in lines)
+
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 

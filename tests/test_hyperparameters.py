@@ -237,6 +237,12 @@ def test_misuse_is_named():
         Named(1).later()
 
 
+def test_they_print_as_lightnings_do():
+    assert str(Hyperparameters({"warmup": 4, "lr": 0.02})) == '"lr":     0.02\n"warmup": 4'
+    assert str(Hyperparameters()) == ""
+    assert repr(Hyperparameters({"lr": 1})) == "{'lr': 1}"
+
+
 def test_attributes():
     hparams = Hyperparameters({"lr": 0.1, "net": {"width": 2}})
     hparams.lr = 0.2

@@ -14,7 +14,6 @@ import pytest
 from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
-    "byol": "hparams that print as Lightning's",
     "ddp_strategy": "validation's values of two processes",
     "diffusion_ema": "the epoch in a checkpoint",
     "export": "the epoch in a checkpoint",
