@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(enum.Enum):
-    """Why training was ended."""
+    """Why training was ended; the numbers are Lightning's, in whose checkpoints they stand."""
 
-    NOT_STOPPED = "not_stopped"
-    PATIENCE_EXHAUSTED = "patience_exhausted"
-    STOPPING_THRESHOLD = "stopping_threshold"
-    DIVERGENCE_THRESHOLD = "divergence_threshold"
-    NON_FINITE_METRIC = "non_finite_metric"
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
 
 
 class EarlyStopping(Callback):
@@ -104,11 +104,12 @@ class EarlyStopping(Callback):
         return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far and how long ago it was."""
+        """The best value so far and how long ago it was, as Lightning's has it too."""
         return {
             "wait_count": self.wait_count,
+            "patience": self.patience,
             "stopped_epoch": self.stopped_epoch,
-            "best_score": self._best,
+            "best_score": torch.tensor(self._best, dtype=torch.float64, device="cpu"),
             "last_score": self.last_score,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
@@ -121,8 +122,10 @@ class EarlyStopping(Callback):
         self._best = float(state_dict["best_score"])
         last = state_dict.get("last_score")
         self.last_score = None if last is None else float(last)
-        self.stopping_reason = EarlyStoppingReason(
-            state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
+        reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
+        # Earlier checkpoints have its name.
+        self.stopping_reason = (
+            EarlyStoppingReason[reason.upper()] if isinstance(reason, str) else EarlyStoppingReason(reason)
         )
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 

@@ -115,6 +115,9 @@ def arguments_for(
             f"{owner.__name__}.load_from_checkpoint(path, {calls})"
         )
     if whole is None:
+        # Of a class that takes no others: what a base class has saved, or what was added to hparams.
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            values = {key: value for key, value in values.items() if key in named}
         return {**values, **given}
     beside = {key: value for key, value in given.items() if key in named and key not in saved}
     content = {**values, **{key: value for key, value in given.items() if key not in beside}}

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fabricamp.checkpoint.lightning import VERSION
 from fabricamp.errors import CheckpointError
 
-_LIGHTNING = "pytorch-lightning_version"
 _APEX = frozenset({"model", "optimizer", "amp"})
 
 
@@ -19,7 +19,7 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
     Raises :class:`CheckpointError` where it has their keys, but not their layout.
     """
     try:
-        if _LIGHTNING in state:
+        if VERSION in state and "fabricamp_version" not in state:
             return _from_lightning(state)
         if "state_dict" not in state and state.keys() >= _APEX:
             return _from_apex(state)
@@ -62,15 +62,15 @@ def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
     """Lightning counts optimizer steps; a manual loop with several optimizers is taken to step in every batch."""
     result = {**state, "source": "lightning"}
     loop = state.get("loops", {}).get("fit_loop", {})
-    position: dict[str, Any] = {}
+    position: dict[str, Any] = {"epoch": state.get("epoch", 0)}
     if "epoch_progress" in loop:
         epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
         in_epoch = epochs["ready"] > epochs["processed"]
         # After an epoch's last batch its validation may have written the file, or its end: Lightning's schedules come after both.
         ending = bool(batches["is_last_batch"]) if in_epoch else epochs["processed"] > epochs["completed"]
         within = in_epoch and not ending
-        result["epoch"] = int(epochs["processed"]) + int(in_epoch and ending)
         position = {
+            "epoch": int(epochs["processed"]) + int(in_epoch and ending),
             "batch_idx": int(batches["current"]["processed"]) if within else 0,
             "batches_done": int(batches["total"]["processed"]),
             "schedules_due": ending,

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from fabricamp.errors import CheckpointError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The layout that is written today.  What changes it raises it, and adds a step to :data:`_STEPS`."""
 
 _VERDICT = ("applied", "scale", "loss", "applied_steps", "skipped_steps", "ends_run")
@@ -52,9 +52,14 @@ def _name_fields(state: dict[str, Any]) -> None:
                 row["published"] = [_named(_PUBLISHED, one, -1) for one in row["published"]]
 
 
+def _count_epochs(state: dict[str, Any]) -> None:
+    """Format 1 had the number of epochs that are done as "epoch", where Lightning has the one that runs."""
+    state.setdefault("loops", {}).setdefault("fit", {})["epoch"] = state.get("epoch", 0)
+
+
 def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
     """``values`` by name; ``last`` is what the last one is where there is one too few."""
     return dict(zip(names, values if len(values) == len(names) else [*values, last], strict=True))
 
 
-_STEPS: Final = (_name_fields,)
+_STEPS: Final = (_name_fields, _count_epochs)

@@ -65,8 +65,8 @@ def how_far(header: dict[str, Any]) -> tuple[int, int, int]:
     """The steps, batches and epochs that a checkpoint says were done."""
     position = header.get("loops", {})
     position = position.get("fit", {}) if isinstance(position, dict) else {}
-    done = position.get("batches_done") if isinstance(position, dict) else 0
+    done, epochs = (position.get("batches_done"), position.get("epoch")) if isinstance(position, dict) else (0, 0)
     step, batches, epoch = (
-        value if isinstance(value, int) else 0 for value in (header.get("global_step"), done, header.get("epoch"))
+        value if isinstance(value, int) else 0 for value in (header.get("global_step"), done, epochs)
     )
     return step, batches, epoch

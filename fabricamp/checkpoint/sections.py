@@ -152,11 +152,12 @@ class Schedules(Section):
             _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)
             for config, state in zip(self.configs, checkpoint["lr_schedulers"], strict=True):
                 config.scheduler.load_state_dict(state)
-        if not checkpoint.get("loops", {}).get("fit", {}).get("schedules_due"):
+        position = checkpoint.get("loops", {}).get("fit", {})
+        if not position.get("schedules_due"):
             return
         for config in self.configs:
             at_epoch_end = config.interval == "epoch" and not config.reduce_on_plateau
-            if at_epoch_end and checkpoint["epoch"] % config.frequency == 0:
+            if at_epoch_end and position["epoch"] % config.frequency == 0:
                 config.scheduler.step()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
+from fabricamp.checkpoint.lightning import lightning_keys
 from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
 from fabricamp.errors import CheckpointError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.open_window import OpenWindow
     from fabricamp.engine.session import Session
+    from fabricamp.module import TrainingModule
     from fabricamp.state import RunState
     from fabricamp.trainer.arguments import Settings
 
@@ -33,7 +35,7 @@ def record_of(session: Session) -> Record:
         session.strategy,
         [
             Weights(session.module, session.strategy, session.conversion, source.datamodule),
-            Counters(session.trainer.state, moments.window, session.settings),
+            Counters(session.trainer.state, moments.window, session.settings, session.module),
             Optimizers(session.optimizers),
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
@@ -55,16 +57,28 @@ class Counters(Section):
     state: RunState
     window: OpenWindow
     settings: Settings
+    module: TrainingModule
 
     def save(self) -> dict[str, Any]:
-        """Returns them as a run that goes on from here has to count."""
+        """Returns them as a run that goes on from here has to count; ``epoch``, as in Lightning's, is the one that runs."""
         state, repeated = self.state, self.window.repeated_batches()
         in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
+        epochs, batches = state.epoch + state.epoch_ended, 0 if state.epoch_ended else state.batch_idx - repeated
+        done = state.batches_done - repeated
         return {
-            "epoch": state.epoch + state.epoch_ended,
+            "epoch": state.epoch,
             "global_step": state.global_step,
-            "loops.fit.batch_idx": 0 if state.epoch_ended else state.batch_idx - repeated,
-            "loops.fit.batches_done": state.batches_done - repeated,
+            **lightning_keys(
+                epochs=epochs,
+                batches=batches,
+                batches_in_all=done,
+                steps=state.global_step,
+                automatic=self.module.automatic_optimization,
+                ended=state.epoch_ended,
+            ),
+            "loops.fit.epoch": epochs,
+            "loops.fit.batch_idx": batches,
+            "loops.fit.batches_done": done,
             "loops.fit.validations": state.validations + in_its_end,
             "loops.fit.stop": state.stop_reason if state.should_stop and state.stop_reason != NON_FINITE else "",
             "loops.fit.interrupted": state.interrupted,
@@ -83,7 +97,8 @@ class Counters(Section):
             raise CheckpointError(f"{path} is incomplete: it has no {', '.join(map(repr, missing))}; use another one")
         state, settings = self.state, self.settings
         position = checkpoint.get("loops", {}).get("fit", {})
-        state.epoch = _counter(checkpoint, "epoch", path)
+        _counter(checkpoint, "epoch", path)
+        state.epoch = _counter(position, "epoch", path, within="loops.fit.")
         state.global_step = _counter(checkpoint, "global_step", path)
         state.batch_idx = _counter(position, "batch_idx", path, within="loops.fit.")
         state.batches_done = _counter(position, "batches_done", path, within="loops.fit.")

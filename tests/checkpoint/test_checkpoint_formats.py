@@ -148,7 +148,7 @@ def test_fields_are_read_by_name(file):
     cells = state["loops"]["fit"]["metrics"][0]["table"]["cells"]
     assert [cell["published"]["key"] for cell in cells] == ["loss_step", "loss_epoch", "most"]
     assert {cell["published"]["loader"] for cell in cells} == {-1}
-    assert state["format"] == 1
+    assert state["format"] == 2
 
 
 def test_verdicts_are_written_by_name(tmp_path):
@@ -156,18 +156,18 @@ def test_verdicts_are_written_by_name(tmp_path):
         _, trainer = fit(tmp_path)
     trainer.save_checkpoint(tmp_path / "new.ckpt")
     state = torch.load(tmp_path / "new.ckpt", weights_only=True)
-    assert state["format"] == 1
+    assert state["format"] == 2
     assert state["amp"]["scaler"]["known"]["skipped_steps"] == 1
     flushes = [flush for rank in state["loops"]["fit"]["metrics"] for flush in rank["pending"]]
     assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["rows"])
 
 
-@pytest.mark.parametrize("number", [2, -1, "1", True])
+@pytest.mark.parametrize("number", [3, -1, "1", True])
 def test_a_file_of_a_later_version_is_refused(number, tmp_path):
     state = torch.load(FILES[0], weights_only=True)
     del state["checksum"]
     torch.save({**state, "format": number, "fabricamp_version": "9.0"}, tmp_path / "later.ckpt")
-    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 1: install"):
+    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 2: install"):
         read_checkpoint(tmp_path / "later.ckpt")
 
 

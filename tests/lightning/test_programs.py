@@ -15,8 +15,6 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
     "ddp_strategy": "validation's values of two processes",
-    "diffusion_ema": "the epoch in a checkpoint",
-    "export": "the epoch in a checkpoint",
     "export_torchscript": "LightningModule.to_torchscript",
     "finetuning_callback": "callbacks.BaseFinetuning",
     "prediction_writer_callback": "callbacks.BasePredictionWriter",

@@ -1,0 +1,67 @@
+"""What Lightning asks of a checkpoint, so that it loads ours: the name of its version, and its loops' counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VERSION = "pytorch-lightning_version"
+"""The key by which Lightning knows a checkpoint."""
+
+_LAYOUT = "2.6.0"
+"""The version whose layout the counters have."""
+
+
+def lightning_keys(
+    *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool
+) -> dict[str, Any]:
+    """Returns places and values: ``epochs`` are done, ``batches`` of the next one, and ``steps``.
+
+    ``ended``: the file is of the end of an epoch, and not of the time before or after training.
+    """
+    none = _progress(0)
+    idle = {"state_dict": {}, "batch_progress": {"total": none, "current": none, "is_last_batch": False}}
+    begun = _progress(epochs, ready=epochs + (batches > 0))
+    optimizer = {
+        "step": {"total": _counts(steps * automatic), "current": _counts(0)},
+        "zero_grad": {"total": _started(steps * automatic), "current": _started(0)},
+    }
+    fit = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
+        "epoch_loop.batch_progress": {
+            "total": _progress(batches_in_all),
+            "current": _progress(batches),
+            "is_last_batch": ended,
+        },
+        "epoch_loop.scheduler_progress": {"total": _counts(0), "current": _counts(0)},
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": {
+            "total": _counts(steps * (not automatic)),
+            "current": _counts(0),
+        },
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": idle["batch_progress"],
+        "epoch_progress": {"total": begun, "current": begun},
+    }
+    return {
+        VERSION: _LAYOUT,
+        "loops.fit_loop": fit,
+        "loops.validate_loop": idle,
+        "loops.test_loop": idle,
+        "loops.predict_loop": {"state_dict": {}, "batch_progress": {"total": none, "current": none}},
+    }
+
+
+def _progress(done: int, ready: int | None = None) -> dict[str, int]:
+    ready = done if ready is None else ready
+    return {"ready": ready, "started": ready, "processed": done, "completed": done}
+
+
+def _counts(done: int) -> dict[str, int]:
+    return {"ready": done, "completed": done}
+
+
+def _started(done: int) -> dict[str, int]:
+    return {**_counts(done), "started": done}
