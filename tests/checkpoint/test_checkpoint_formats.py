@@ -115,8 +115,9 @@ def as_read(path):
     sums, loss = state["loops"]["fit"]["window"]["tensors"]
     state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
     assert sums.count_nonzero() == 8 * 4 + 4 + 4 * 3 + 3  # values, and a flag for each of the three
-    for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng"):
+    for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng", "pytorch-lightning_version"):
         state.pop(own, None)
+    state["loops"] = {"fit": state["loops"]["fit"]}  # beside it stands what Lightning reads
     return state
 
 

@@ -55,7 +55,7 @@ def test_whole_sections_are_rank_0s_and_per_rank_ones_a_list():
         return two_sections(strategy, 1 + int(os.environ["RANK"]))[0].save()
 
     content, other = run_ranks(run, 2, backend=None)
-    assert content.pop("format") == 1
+    assert content.pop("format") == 2
     assert content["loops"] == {"fit": {"counter": {"count": 1}, "own": [1, 2]}}
     assert content["own"] == other["own"] == [-1, -2]
     assert content.keys() == {"fabricamp_version", "torch_version", "loops", "own"}

@@ -254,7 +254,8 @@ def test_the_number_of_batches_stays_the_epochs_while_a_resumed_one_begins(tmp_p
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path):
     _, trainer = fit(-1, max_epochs=2, callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}")])
     content = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
-    assert (content["epoch"], content["global_step"], content["loops"]["fit"]["batch_idx"]) == (2, 12, 0)
+    assert (content["epoch"], content["global_step"]) == (1, 12)
+    assert (content["loops"]["fit"]["epoch"], content["loops"]["fit"]["batch_idx"]) == (2, 0)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     module, resumed = fit(-1, max_epochs=2, ckpt_path=tmp_path / "after.ckpt")
     assert (module.firsts, resumed.current_epoch, resumed.global_step) == ([], 2, 12)
@@ -468,7 +469,7 @@ def test_load_from_checkpoint_builds_the_module_anew(tmp_path):
     loaded = Configured.load_from_checkpoint(tmp_path / "a.ckpt", lr=0.3)
     assert (loaded.hparams.width, loaded.hparams.lr, loaded.hparams.options.depth) == (5, 0.3, 2)
     assert_equal(dict(loaded.state_dict()), dict(module.state_dict()))
-    with pytest.raises(CheckpointError, match="width"):
+    with pytest.raises(CheckpointError, match="another model than this Classifier"):
         Classifier.load_from_checkpoint(tmp_path / "a.ckpt", lr=0.3)
     plain = quiet_trainer(max_epochs=1)
     plain.fit(Net(), loader(8))
