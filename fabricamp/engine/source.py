@@ -144,7 +144,7 @@ class DataSource:
 
     def _wired_apart(self, found: Any) -> tuple[list[Any], Any]:
         """Returns the loaders to evaluate on one by one, and the same in the collection that they came in."""
-        if found is None:
+        if found is None or (isinstance(found, dict | list | tuple) and not found):  # no loaders, as in Lightning
             return [], None
         wired = self._wire(combine(found, "sequential"), train=False)
         if not isinstance(wired, CombinedLoader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fabricamp import ConfigError
 from fabricamp.data import CombinedLoader
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -70,6 +71,19 @@ def test_loaders_are_shown_in_the_collection_that_they_came_in():
     assert trainer.val_dataloaders == [one, other]
     trainer.fit(Pair(), {"a": one, "b": other})
     assert [trainer.train_dataloader[name].dataset for name in "ab"] == [one.dataset, other.dataset]
+
+
+def test_an_empty_collection_is_no_loader():
+    class Empty(Watched):
+        def val_dataloader(self):
+            return []
+
+    for module, val in ((Empty(), None), (Watched(), []), (Watched(), {})):
+        trainer = quiet_trainer(max_epochs=1)
+        trainer.fit(module, loader(4), val)
+        assert (module.seen, trainer.val_dataloaders) == ([], None)
+    with pytest.raises(ConfigError, match="nothing to test"):
+        quiet_trainer().test(Watched(), [], verbose=False)
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
