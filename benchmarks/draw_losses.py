@@ -17,9 +17,9 @@ LOWEST, HIGHEST = 0.9, 2.6
 
 
 def place(part, loss):
-    """The point of a loss at a part of the run, with what is above the picture at its edge."""
+    """The point of a loss at a part of the run."""
     x = LEFT + part * (WIDTH - LEFT - RIGHT)
-    y = TOP + (HIGHEST - min(loss, HIGHEST)) / (HIGHEST - LOWEST) * (HEIGHT - TOP - BOTTOM)
+    y = TOP + (HIGHEST - loss) / (HIGHEST - LOWEST) * (HEIGHT - TOP - BOTTOM)
     return f"{x:.1f},{y:.1f}"
 
 
@@ -46,11 +46,14 @@ def draw(found):
     parts = axes(curves["steps"])
     for number, (run, (colour, name)) in enumerate(SHOWN.items()):
         values = losses[run]
-        points = " ".join(place((index + 1) / len(values), loss) for index, loss in enumerate(values))
+        points = " ".join(
+            place((index + 1) / len(values), loss) for index, loss in enumerate(values) if loss <= HIGHEST
+        )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(text(WIDTH - 220, TOP + 24 + 18 * number, name, f'fill="{colour}"'))
+        parts.append(text(WIDTH - 220, TOP + 42 + 18 * number, name, f'fill="{colour}"'))
     title = f"Loss (nats per byte) of a small GPT, {found['device']}, torch {found['torch']}"
-    parts.append(text(WIDTH - 220, TOP + 24 + 18 * len(SHOWN) + 4, found["device"], 'fill="#666666"'))
+    parts.append(text(WIDTH - 220, TOP + 20, "loss, nats per byte"))
+    parts.append(text(WIDTH - 220, TOP + 46 + 18 * len(SHOWN), found["device"], 'fill="#666666"'))
     body = "\n".join(parts)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
     return f'{head}\n<title>{title}</title>\n<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n{body}\n</svg>\n'

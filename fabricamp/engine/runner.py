@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch.optim import Optimizer
-
     from fabricamp.callbacks.base import Callback
-    from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.strategies.base import Environment
     from fabricamp.trainer import Trainer
     from fabricamp.trainer.arguments import Settings
@@ -64,7 +61,6 @@ class Runner:
         self._callbacks_of: TrainingModule | None = None
         self._own_callbacks: list[Callback] = []
         self._put: list[Callback] = []
-        self.fitted: tuple[list[Optimizer], list[SchedulerConfig]] = [], []  # what the last fit trained with
         self.take_callbacks(None)
 
     def become_worker(self) -> None:
@@ -74,7 +70,7 @@ class Runner:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last run, whose threads and loops stay in their process."""
-        return {**self.__dict__, "session": None, "fitted": ([], [])}
+        return {**self.__dict__, "session": None}
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
         """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last.
@@ -116,8 +112,6 @@ class Runner:
             giving_back(self.trainer, session),
         ):
             yield session
-            if fn is TrainerFn.FITTING:
-                self.fitted = session.optimizers, session.schedulers
         if session.agreement.asked and not self.trainer.state.interrupted:  # since the last place to stop at
             self.trainer.state.interrupt(session.agreement.asked)
 

@@ -83,12 +83,12 @@ class TrainerProperties(TrainerLimits):
     @property
     def optimizers(self) -> list[Optimizer]:
         """What ``configure_optimizers`` returned, for this fit or the last one."""
-        return self._opened.optimizers or self._runner.fitted[0]
+        return self._opened.optimizers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The learning-rate schedulers and when they step, of this fit or the last one."""
-        return self._opened.schedulers or self._runner.fitted[1]
+        return self._opened.schedulers
 
     @property
     def delivery(self) -> Delivery:
