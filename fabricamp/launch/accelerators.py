@@ -74,7 +74,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         if len(found) == num_devices:
             break
         try:
-            torch.zeros(1, device=torch.device("cuda", number))
+            torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", number))
         except RuntimeError:
             continue
         found.append(number)

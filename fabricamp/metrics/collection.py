@@ -16,7 +16,7 @@ from fabricamp.metrics.recording import Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import NO_LOADER, MetricTable
 from fabricamp.metrics.values import plain_value
-from fabricamp.metrics.views import View, as_numbers, filled, latest_of_hooks, latest_steps
+from fabricamp.metrics.views import USUAL, View, as_numbers, filled, latest_of_hooks, latest_steps
 from fabricamp.state import RunningStage, Scope
 
 if TYPE_CHECKING:
@@ -267,9 +267,7 @@ class Metrics(Recording):
             answer = cell.metric.compute()
             number = float(plain_value(key, answer))
             cell.computed = cell.metric.update_count, number
-            self._dtypes.note(
-                value.published, answer.dtype if isinstance(answer, Tensor) else torch.get_default_dtype()
-            )
+            self._dtypes.note(value.published, answer.dtype if isinstance(answer, Tensor) else USUAL)
         return cell.computed[1]
 
     def published(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from fabricamp.state import Scope
 
 
+USUAL: Final = torch.float32
+"""The dtype of most values, whatever torch's default one is: at bf16 a loss would lose its digits."""
+
+
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype in which Lightning keeps a value: float64 stays, all else takes the default one; a metric object has its own."""
+    """The dtype in which a value is shown: float64 stays, all else is float32, and a metric object has its own."""
     if is_metric(value):
         value = getattr(value, "_forward_cache", None)
-        return value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
-    return torch.float64 if isinstance(value, Tensor) and value.dtype is torch.float64 else torch.get_default_dtype()
+        return value.dtype if isinstance(value, Tensor) else USUAL
+    return torch.float64 if isinstance(value, Tensor) and value.dtype is torch.float64 else USUAL
 
 
 class Dtypes:
-    """The dtypes of logged values by key; the default one where nothing else is known."""
+    """The dtypes of logged values by key; the usual one where nothing else is known."""
 
     def __init__(self) -> None:
         self._other: dict[str, torch.dtype] = {}
@@ -33,20 +37,20 @@ class Dtypes:
     def note(self, published: Published, dtype: torch.dtype) -> None:
         """Keeps the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
         for key in (published.key, published.plain_key):
-            if dtype is torch.get_default_dtype():
+            if dtype is USUAL:
                 self._other.pop(key, None)
             else:
                 self._other[key] = dtype
 
     def __getitem__(self, key: str) -> torch.dtype:
-        return self._other.get(key) or torch.get_default_dtype()
+        return self._other.get(key, USUAL)
 
     def rounded(self, key: str, value: float) -> float:
         """``value`` as its tensor has it."""
         return float(torch.tensor(value, dtype=self[key], device="cpu").item())
 
     def state_dict(self) -> dict[str, str]:
-        """The names of those that are not the default one."""
+        """The names of those that are not the usual one."""
         return {key: str(dtype).removeprefix("torch.") for key, dtype in self._other.items()}
 
     def load_state_dict(self, saved: Mapping[str, str]) -> None:
@@ -83,8 +87,7 @@ class View:
 
 def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     """Numbers that the host knows as tensors on the host: whoever reads them waits for nothing."""
-    dtype = torch.get_default_dtype()
-    return {key: torch.tensor(value, dtype=dtype, device="cpu") for key, value in values.items()}
+    return {key: torch.tensor(value, dtype=USUAL, device="cpu") for key, value in values.items()}
 
 
 def score_tensor(score: float | None) -> Tensor | None:
