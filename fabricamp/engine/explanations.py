@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +22,18 @@ if TYPE_CHECKING:
 _UNKNOWN_OPTION = re.compile(r"TrainingModule\.log\(\) got an unexpected keyword argument '(\w+)'")
 _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type .* should be the same")
 _PAST_THE_END = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")
+_FETCHES = str(Path("torch", "multiprocessing", "reductions.py"))
 _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
 def explain(error: BaseException, module: nn.Module, precision: str) -> None:
     """Adds to ``error`` what to change, where its own words do not say; ``precision`` is Lightning's name of the run's."""
-    found = (_unknown_option(error), _dtypes_that_differ(error, module, precision), _schedule_at_its_end(error))
+    found = (
+        _unknown_option(error),
+        _dtypes_that_differ(error, module, precision),
+        _schedule_at_its_end(error),
+        _batch_of_a_dead_worker(error),
+    )
     for words in itertools.chain(*found):
         error.add_note(f"fabricamp: {words}")
 
@@ -61,4 +69,15 @@ def _schedule_at_its_end(error: BaseException) -> Iterator[str]:
         yield (
             f"a OneCycleLR of {found[1]} steps was to make one more; build it with "
             f"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps={found[1]}"
+        )
+
+
+def _batch_of_a_dead_worker(error: BaseException) -> Iterator[str]:
+    """The tensors of a batch are fetched from the worker that made it, and what fails then is a connection."""
+    if not isinstance(error, OSError | EOFError):
+        return
+    if any(frame.f_code.co_filename.endswith(_FETCHES) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        yield (
+            "a DataLoader worker exited unexpectedly before its batch was taken; where it was killed, it may have run out of "
+            "memory; num_workers=0 shows an error of its own"
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from multiprocessing import resource_sharer
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +102,30 @@ def test_a_schedule_that_is_at_its_end():
         "total_steps=self.trainer.estimated_stepping_batches, or train with max_steps=2"
     )
     Trainer(**{**QUIET, "max_epochs": 4}).fit(Cycle(), [torch.ones(1, 2)])
+
+
+class Dies(torch.utils.data.Dataset):
+    """At its third sample the worker is as in the moment of its death: its connections are gone, and it is not."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2:
+            resource_sharer.stop()
+            time.sleep(3)
+        return torch.ones(2)
+
+
+def test_a_batch_whose_worker_is_gone():
+    class Slow(Line):
+        def training_step(self, batch, batch_idx):
+            time.sleep(1)  # the worker comes to its third sample, and nobody has taken the second
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(OSError) as failure:  # which of its kinds depends on how far the worker's end is
+        Trainer(**QUIET, max_epochs=1).fit(Slow(), torch.utils.data.DataLoader(Dies(), num_workers=1))
+    assert "a DataLoader worker exited unexpectedly before its batch was taken" in failure.value.__notes__[0]
 
 
 def test_other_errors_get_no_note():
