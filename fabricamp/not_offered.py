@@ -24,7 +24,6 @@ NOT_OFFERED: Final = {
     "accelerators.XLAAccelerator": _HARDWARE,
     "callbacks.BackboneFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
-    "callbacks.BasePredictionWriter": "write what predict returns, or a Callback with on_predict_batch_end",
     "callbacks.BatchSizeFinder": "give the batch size",
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
     "callbacks.DeviceStatsMonitor": "log torch.cuda.memory_stats() in a Callback",
@@ -96,7 +95,6 @@ _PATHS: Final = {
     "callbacks.lambda_function": "callbacks.LambdaCallback",
     "callbacks.lr_finder": "callbacks.LearningRateFinder",
     "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
-    "callbacks.prediction_writer": "callbacks.BasePredictionWriter",
     "callbacks.pruning": "callbacks.ModelPruning",
     "callbacks.spike": "callbacks.SpikeDetection",
     "callbacks.stochastic_weight_avg": "callbacks.StochasticWeightAveraging",
@@ -130,6 +128,7 @@ def words_for(name: str) -> str | None:
 _HOMES: Final = {
     "": ("Callback", "LightningDataModule", "LightningModule"),
     "callbacks": (
+        "BasePredictionWriter",
         "EarlyStopping",
         "LearningRateMonitor",
         "ModelCheckpoint",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.callbacks.model_summary import ModelSummary
+    from fabricamp.callbacks.prediction_writer import BasePredictionWriter
     from fabricamp.callbacks.progress.rich_progress import RichProgressBar
     from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
     from fabricamp.callbacks.progress_bar import ProgressBar
@@ -23,6 +24,7 @@ __all__ = [
     "CALLBACKS",
     "AmpState",
     "AsyncCheckpoint",
+    "BasePredictionWriter",
     "Callback",
     "DivergenceCheck",
     "EarlyStopping",
@@ -39,6 +41,7 @@ __all__ = [
 _FILES = {
     "AmpState": "amp_state",
     "AsyncCheckpoint": "async_checkpoint",
+    "BasePredictionWriter": "prediction_writer",
     "CALLBACKS": "base",
     "Callback": "base",
     "DivergenceCheck": "divergence_check",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fabricamp.data import Feed
+    from fabricamp.engine.prediction_record import PredictionRecord
     from fabricamp.hooks import Hooks
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
@@ -37,6 +38,7 @@ class EvaluationLoop:
         hooks: Hooks,
         agreement: StopAgreement,
         inference_mode: bool,
+        record: PredictionRecord | None = None,
     ) -> None:
         self._kind = kind
         self._module = module
@@ -58,6 +60,9 @@ class EvaluationLoop:
         self._epoch_end = hooks(f"on_{kind}_epoch_end")
         self._batch_start = hooks(f"on_{kind}_batch_start")
         self._batch_end = hooks(f"on_{kind}_batch_end")
+        if record is not None:
+            self._batch_start = (record.begin_batch, *self._batch_start)
+            self._batch_end = (*self._batch_end, record.end_batch)
 
     def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
         """Runs every loader once; returns what the steps returned, a list per loader, where ``keep``."""

@@ -22,6 +22,7 @@ from fabricamp.engine.optimizer_setup import (
 )
 from fabricamp.engine.oversights import warn_of_misspelt_hooks
 from fabricamp.engine.parts import FitParts, limits_of
+from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.resume import Moments
 from fabricamp.engine.run_state import POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
@@ -81,6 +82,7 @@ class Session:
         self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
         self._synchronised: list[nn.Module] = []
+        self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, trainer.strategy, trainer.precision_plugin, settings)
         self.notices = Notices(self)
 
@@ -283,6 +285,7 @@ class Session:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
         name = LOADERS[kind]
         loaders, lengths = self.data.evaluation(name)
+        record = self.predicted = open_record(self.trainer, loaders) if kind == "predict" else None
         loop = EvaluationLoop(
             kind,
             module=self.module,
@@ -293,10 +296,11 @@ class Session:
             agreement=self.agreement,
             # What is kept of a validation within fit is used in training, as in Lightning.
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
+            record=record,
         )
         return loop, [
             self.data.feed(loader, length, index, begun=self.resumed and self.trainer.state.validations > 0)
-            for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
+            for index, (loader, length) in enumerate(zip(record.loaders if record else loaders, lengths, strict=True))
         ]
 
     def _sanity_check(self) -> None:
@@ -312,10 +316,8 @@ class Session:
             if feeds:
                 self.metrics.clear_evaluation()
                 loop.run(feeds)
-            for loader in self.data.evaluation_loaders(
-                "val"
-            ):  # the first validation starts its workers, and draws what that draws
-                release_workers(loader)
+            for loader in self.data.evaluation_loaders("val"):
+                release_workers(loader)  # the first validation starts others, and draws what that draws
             call_all(self.hooks("on_sanity_check_end"))
             self.metrics.forget()
         state.stage = RunningStage.TRAINING
@@ -381,6 +383,7 @@ class Session:
         """Gives the parts back; after a failure only what cannot fail on its own."""
         self.watchdog.close()
         self.data.close()
+        self.predicted = None  # may be as large as the memory
         if not failed:
             self._call_setup("teardown")
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None

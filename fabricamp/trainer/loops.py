@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from fabricamp.engine.prediction_record import PredictionRecord
     from fabricamp.trainer.properties import TrainerProperties
 
 
@@ -148,7 +149,7 @@ class FitLoop:
 
 
 class EvaluationLoop:
-    """``trainer.validate_loop``, ``test_loop`` and ``predict_loop``."""
+    """``trainer.validate_loop`` and ``test_loop``."""
 
     def __init__(self, trainer: TrainerProperties, kind: str) -> None:
         self._trainer = trainer
@@ -164,3 +165,32 @@ class EvaluationLoop:
     def num_dataloaders(self) -> int:
         """The number of loaders."""
         return len(self.max_batches)
+
+
+class PredictionLoop(EvaluationLoop):
+    """``trainer.predict_loop``; what it predicts is known while it runs and a ``BasePredictionWriter`` is among the callbacks."""
+
+    def __init__(self, trainer: TrainerProperties) -> None:
+        super().__init__(trainer, "predict")
+
+    @property
+    def current_batch_indices(self) -> list[Any] | None:
+        """The indices of the batch's samples; None where they are not known."""
+        record = self._record
+        return None if record is None else record.indices
+
+    @property
+    def epoch_batch_indices(self) -> list[list[list[Any]] | None]:
+        """The indices of every batch so far, a list per loader; None for a loader that does not tell."""
+        record = self._record
+        return [] if record is None else record.epoch_indices
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What this rank predicted so far, for a writer that writes an epoch: a list of batches; of several loaders a list each."""
+        kept = [] if self._record is None else self._record.predictions
+        return kept[0] if len(kept) == 1 else kept
+
+    @property
+    def _record(self) -> PredictionRecord | None:
+        return self._trainer._opened.predicted

@@ -14,7 +14,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerStatus
 from fabricamp.trainer.limits import TrainerLimits
-from fabricamp.trainer.loops import EvaluationLoop, FitLoop
+from fabricamp.trainer.loops import EvaluationLoop, FitLoop, PredictionLoop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -268,9 +268,9 @@ class TrainerProperties(TrainerLimits):
         return EvaluationLoop(self, "test")
 
     @property
-    def predict_loop(self) -> EvaluationLoop:
+    def predict_loop(self) -> PredictionLoop:
         """The batches to predict."""
-        return EvaluationLoop(self, "predict")
+        return PredictionLoop(self)
 
     # -- how much there is -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
     "finetuning_callback": "callbacks.BaseFinetuning",
-    "prediction_writer_callback": "callbacks.BasePredictionWriter",
     "profiler": "profilers.SimpleProfiler",
     "tuner": "tuner.Tuner",
     "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",

@@ -1,0 +1,71 @@
+"""Which samples a loader's batches have, noted as the loader asks for them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class NotedIndices:
+    """Stands in for a loader's sampler and notes the indices of each batch; a loader may ask for batches ahead.
+
+    >>> noted = NotedIndices([[3, 1], [2]])
+    >>> batches = list(noted)
+    >>> noted.of_batch(1)
+    [2]
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler: Iterable[Any] = sampler
+        self._noted: deque[list[Any]] = deque()
+        self._first = 0  # the number of the batch whose indices come first in the queue
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # raises as the sampler does
+
+    def __iter__(self) -> Iterator[Any]:
+        self._noted.clear()
+        self._first = 0
+        for asked in self._sampler:
+            self._noted.append(_listed(asked))
+            yield asked
+
+    def of_batch(self, batch_idx: int) -> list[Any]:
+        """The indices of a batch; those of the batches before it are forgotten."""
+        while self._first < batch_idx:
+            self._noted.popleft()
+            self._first += 1
+        return self._noted[0]
+
+
+def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
+    """Returns a copy of ``loader`` that notes its batches' indices, and the notes; ``loader`` and None where nobody can know."""
+    if not _asks_in_order(loader):
+        return loader, None
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    noted, copied = NotedIndices(getattr(loader, name)), copy.copy(loader)
+    # Past DataLoader's __setattr__, which refuses another sampler.  Workers that wait for another pass are the loader's own, and
+    # know its own sampler: the copy has workers for its one pass.
+    vars(copied).update({name: noted, "_iterator": None, "persistent_workers": False})
+    return copied, noted
+
+
+def _asks_in_order(loader: Any) -> bool:
+    """Whether the batches of ``loader`` are those that its sampler asks for, one after the other."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    own = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    return own and (loader.in_order or loader.num_workers == 0)
+
+
+def _listed(asked: Any) -> list[Any]:
+    """The indices of one batch; without a batch size a sampler may ask for one sample by itself."""
+    if hasattr(asked, "tolist"):
+        asked = asked.tolist()
+    return list(asked) if isinstance(asked, list | tuple | range) else [asked]

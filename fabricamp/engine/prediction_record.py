@@ -1,0 +1,61 @@
+"""What a BasePredictionWriter is told: the samples of each batch, and what this rank predicted in an epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.callbacks.prediction_writer import BasePredictionWriter
+from fabricamp.data import move_to_device
+from fabricamp.data.recording import note_indices
+from fabricamp.say_once import say_once
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.trainer import Trainer
+
+_HOST = torch.device("cpu")
+
+
+class PredictionRecord:
+    """Follows the predict loop over ``loaders``, which are read in place of those given; ``keeps`` the whole epoch."""
+
+    def __init__(self, loaders: Sequence[Any], *, keeps: bool) -> None:
+        noted = [note_indices(loader) for loader in loaders]
+        self.loaders = [loader for loader, _ in noted]
+        self.indices: list[Any] | None = None
+        """Of the batch that is out; None where its loader does not tell."""
+        self.epoch_indices: list[list[list[Any]] | None] = [None if one is None else [] for _, one in noted]
+        self.predictions: list[list[Any]] = [[] for _ in loaders]
+        self._noted = [one for _, one in noted]
+        self._keeps = keeps
+
+    def begin_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before the hooks of a batch's start."""
+        noted, epoch = self._noted[dataloader_idx], self.epoch_indices[dataloader_idx]
+        self.indices = None if noted is None else noted.of_batch(batch_idx)
+        if self._keeps and epoch is not None and self.indices is not None:
+            epoch.append(self.indices)
+
+    def end_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Behind the hooks of a batch's end."""
+        if self._keeps:
+            self.predictions[dataloader_idx].append(move_to_device(output, _HOST))
+
+
+def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord | None:
+    """Returns the record that the Trainer's callbacks read; None where none of them writes predictions."""
+    writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]
+    if not writers:
+        return None
+    record = PredictionRecord(loaders, keeps=any(one.interval.on_epoch for one in writers))
+    if trainer.is_global_zero:
+        for loader, epoch in zip(loaders, record.epoch_indices, strict=True):
+            if epoch is None:
+                say_once(
+                    f"{type(writers[0]).__name__} gets batch_indices=None: which samples a batch of this "
+                    f"{type(loader).__name__} has is not known; torch's DataLoader over a dataset with indices tells"
+                )
+    return record
