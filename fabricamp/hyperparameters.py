@@ -111,8 +111,8 @@ class HyperparametersMixin:
         Arguments may be anything, and are the same objects in ``hparams``; lists, tuples and dicts are copied.  Files hold plain
         data: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.
 
-        Instead of names, one dict, Namespace or OmegaConf container can be given: its content is kept.  Where the
-        ``__init__`` of a class and of its base both call it, both sets are kept and the class's own values win.
+        Instead of names, one dict, Namespace or OmegaConf container can be given: its content is kept.  Called in
+        the ``__init__`` of a base, it keeps the arguments of the derived classes too, whose values win.
         ``logger`` False keeps them from loggers.  ``frame`` is that of the ``__init__``, where a function in between calls this.
         Call it first: an argument assigned to since has its new value.
 
@@ -129,7 +129,7 @@ class HyperparametersMixin:
             self.__dict__["_hparams_name"] = next((name for name, one in frame.f_locals.items() if one is whole), None)
             source, overrides = whole, True
         else:
-            content = _chosen(_arguments(frame, self), names)
+            content = _chosen(_arguments_of_all(frame, self), names)
             source = {name: value for name, value in content.items() if name not in ignored}
             overrides = _is_outermost(frame, self)
         if _exposes(source):
@@ -188,12 +188,30 @@ def _exposes(value: Any) -> bool:
     return False
 
 
+def _arguments_of_all(frame: FrameType, owner: object) -> dict[str, Any]:
+    """The arguments of the constructor in ``frame`` and of the derived classes' ones around it, whose values win.
+
+    With a base's values alone ``load_from_checkpoint`` would build the derived class from what it had given to its base.
+    """
+    values, outer = _arguments(frame, owner), frame.f_back
+    while outer is not None:
+        if _constructs(outer, owner):
+            values.update(_arguments(outer, owner))
+        outer = outer.f_back
+    return values
+
+
+def _constructs(frame: FrameType, owner: object) -> bool:
+    code = frame.f_code
+    return code.co_name in _CONSTRUCTORS and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is owner
+
+
 def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
     """The arguments of the constructor running in ``frame``, its ``**kwargs`` among them."""
     code, local = frame.f_code, frame.f_locals
     count = code.co_argcount + code.co_kwonlyargcount
     names = code.co_varnames[:count]
-    if code.co_name not in _CONSTRUCTORS or not names or local.get(names[0]) is not owner:
+    if not _constructs(frame, owner):
         raise ConfigError(
             f"save_hyperparameters() was called in {code.co_name}(); call it in the __init__ whose arguments it keeps, "
             "or pass a dict of them"

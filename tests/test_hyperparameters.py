@@ -75,12 +75,31 @@ def test_class_and_base_both_save_and_the_classs_values_win(early):
     assert Derived(1.0).hparams == {"lr": 1.0, "width": 8, "depth": 5}
 
 
-def test_a_base_does_not_read_the_frame_of_the_derived_class():
+def test_a_base_keeps_the_arguments_of_the_derived_classes():
     class Derived(Base):
-        def __init__(self, secret):
-            super().__init__(lr=0.3)
+        def __init__(self, width, lr=0.2, **others):
+            super().__init__(lr=lr * 2)
 
-    assert Derived("word").hparams == {"lr": 0.3, "depth": 2}
+    class Further(Derived):
+        def __init__(self, layers=7):
+            super().__init__(width=layers)
+
+    class Named(HyperparametersMixin):
+        def __init__(self, lr, depth=2):
+            self.save_hyperparameters("lr")
+
+    class DerivedOfNamed(Named):
+        def __init__(self, width, lr):
+            super().__init__(lr * 2)
+
+    class Holder:
+        def __init__(self, lr):
+            self.held = Derived(4, lr)
+
+    assert Derived(3, other=1).hparams == {"lr": 0.2, "depth": 2, "width": 3, "other": 1}
+    assert Further().hparams == {"lr": 0.2, "depth": 2, "width": 7, "layers": 7}
+    assert DerivedOfNamed(3, 0.1).hparams == {"lr": 0.1}
+    assert Holder(0.5).held.hparams == {"lr": 0.5, "depth": 2, "width": 4}
 
 
 def test_modules_and_closures():
