@@ -26,7 +26,6 @@ NOT_OFFERED: Final = {
     "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.BatchSizeFinder": "give the batch size",
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
-    "callbacks.DeviceStatsMonitor": "log torch.cuda.memory_stats() in a Callback",
     "callbacks.EMAWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
     "callbacks.GradientAccumulationScheduler": "set trainer.accumulate_grad_batches between two fits: the second goes on",
     "callbacks.LambdaCallback": "write a Callback with these hooks",
@@ -89,7 +88,6 @@ _PATHS: Final = {
     "accelerators.xla": "accelerators.XLAAccelerator",
     "callbacks.batch_size_finder": "callbacks.BatchSizeFinder",
     "callbacks.checkpoint": "callbacks.Checkpoint",
-    "callbacks.device_stats_monitor": "callbacks.DeviceStatsMonitor",
     "callbacks.finetuning": "callbacks.BaseFinetuning",
     "callbacks.gradient_accumulation_scheduler": "callbacks.GradientAccumulationScheduler",
     "callbacks.lambda_function": "callbacks.LambdaCallback",
@@ -129,6 +127,7 @@ _HOMES: Final = {
     "": ("Callback", "LightningDataModule", "LightningModule"),
     "callbacks": (
         "BasePredictionWriter",
+        "DeviceStatsMonitor",
         "EarlyStopping",
         "LearningRateMonitor",
         "ModelCheckpoint",

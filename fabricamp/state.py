@@ -195,6 +195,15 @@ class RunState:
         """Whether the validation within the epochs of ``fit`` runs."""
         return self.fn is TrainerFn.FITTING and self.stage is RunningStage.VALIDATING
 
+    def place_of(self, done: int) -> int:
+        """Where on the loggers' axis stands what is logged behind ``done`` steps.
+
+        At the last one, or where none is over (before the first, within a window, outside of a fit) at the one that comes.
+        """
+        within_window = self.validating_in_fit and self.open_batches > 0
+        last_is_over = self.fn is TrainerFn.FITTING and not within_window
+        return max(done - last_is_over, 0)
+
     @property
     def finished(self) -> bool:
         """Whether the last entry point came to its end."""

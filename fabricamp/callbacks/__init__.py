@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.amp_state import AmpState
     from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
     from fabricamp.callbacks.base import CALLBACKS, Callback
+    from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor
     from fabricamp.callbacks.divergence_check import DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncCheckpoint",
     "BasePredictionWriter",
     "Callback",
+    "DeviceStatsMonitor",
     "DivergenceCheck",
     "EarlyStopping",
     "EarlyStoppingReason",
@@ -44,6 +46,7 @@ _FILES = {
     "BasePredictionWriter": "prediction_writer",
     "CALLBACKS": "base",
     "Callback": "base",
+    "DeviceStatsMonitor": "device_stats_monitor",
     "DivergenceCheck": "divergence_check",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabricamp.state import TrainerFn
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -26,11 +24,4 @@ class LogAxis:
         if "step" in values:
             self._delivery.log_metrics(rest, int(values["step"]))
         else:
-            self._delivery.log_metrics({"epoch": self._state.epoch, **rest}, self._place(step))
-
-    def _place(self, done: int) -> int:
-        """The last step, or where none is over (before the first, within a window, outside of a fit) the one that comes."""
-        state = self._state
-        within_window = state.validating_in_fit and state.open_batches > 0
-        last_is_over = state.fn is TrainerFn.FITTING and not within_window
-        return max(done - last_is_over, 0)
+            self._delivery.log_metrics({"epoch": self._state.epoch, **rest}, self._state.place_of(step))

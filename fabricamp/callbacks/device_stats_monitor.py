@@ -1,0 +1,146 @@
+"""Logs how full the device is."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs the numbers of rank 0's device at the start and the end of a batch, every ``log_every_n_steps`` batches.
+
+    Of a GPU what ``torch.cuda.memory_stats`` says, which waits for nothing; of the CPU ``cpu_percent``, ``cpu_vm_percent`` (memory)
+    and ``cpu_swap_percent``, by the package psutil.  Names: ``DeviceStatsMonitor.on_train_batch_start/cpu_percent``.
+
+    Args:
+        cpu_stats: True logs the CPU's beside a GPU's, False logs them nowhere, None only where the CPU trains.
+
+    Raises:
+        ConfigError: where there is no logger, or the CPU's numbers are wanted and psutil is not installed.
+
+    Example:
+        >>> monitor = DeviceStatsMonitor(cpu_stats=True)
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._step: int | None = None  # of the batch that is trained on, where it is logged
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Raises where nobody would take the values, or they cannot be had."""
+        if stage == "predict":
+            return
+        if stage == "fit" and trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError("DeviceStatsMonitor needs a logger: Trainer(logger=True), or leave the callback out")
+        if trainer.loggers and wants_cpu(trainer.strategy.device, self.cpu_stats):
+            if importlib.util.find_spec("psutil") is None:
+                raise ConfigError(
+                    f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) logs the CPU's numbers by the package psutil, which is not "
+                    "installed: pip install psutil, or give cpu_stats=False"
+                )
+            read_cpu()  # psutil's percent is that since the call before
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        """Logs before a step whose metrics are logged too, at its number."""
+        step = trainer.global_step
+        self._step = step if is_due(trainer, step + 1) else None
+        if self._step is not None:
+            self._log(trainer, "on_train_batch_start", step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs behind it."""
+        if self._step is not None:
+            self._log(trainer, "on_train_batch_end", self._step)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Logs before each ``log_every_n_steps``-th batch of a loader."""
+        self._log_evaluation(trainer, "on_validation_batch_start", batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Logs behind it."""
+        self._log_evaluation(trainer, "on_validation_batch_end", batch_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Logs before each ``log_every_n_steps``-th batch of a loader."""
+        self._log_evaluation(trainer, "on_test_batch_start", batch_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Logs behind it."""
+        self._log_evaluation(trainer, "on_test_batch_end", batch_idx)
+
+    def _log_evaluation(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
+        if is_due(trainer, batch_idx + 1):
+            self._log(trainer, hook, trainer.state.place_of(trainer.global_step))
+
+    def _log(self, trainer: Trainer, hook: str, step: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        device = trainer.strategy.device
+        stats = dict(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
+        if wants_cpu(device, self.cpu_stats):
+            stats.update(read_cpu())
+        if stats:
+            trainer.delivery.log_metrics(named(stats, type(self).__qualname__, hook), step)
+
+
+def is_due(trainer: Trainer, number: int) -> bool:
+    """Whether the ``number``-th step, or batch of an evaluation, is one of those that are logged."""
+    return number % trainer.log_every_n_steps == 0 or trainer.state.should_stop
+
+
+def wants_cpu(device: torch.device, cpu_stats: bool | None) -> bool:
+    """Whether the CPU's numbers are logged."""
+    return device.type == "cpu" if cpu_stats is None else cpu_stats
+
+
+def read_cpu() -> dict[str, float]:
+    """The CPU's numbers, of the whole machine, in percent."""
+    import psutil
+
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }
+
+
+def named(stats: Mapping[str, float], owner: str, hook: str) -> dict[str, float]:
+    """Returns ``stats`` by the names that loggers get.
+
+    >>> named({"num_ooms": 0}, "DeviceStatsMonitor", "on_test_batch_end")
+    {'DeviceStatsMonitor.on_test_batch_end/num_ooms': 0}
+    """
+    return {f"{owner}.{hook}/{name}": value for name, value in stats.items()}
