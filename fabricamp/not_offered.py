@@ -42,7 +42,6 @@ NOT_OFFERED: Final = {
     "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
     "demos": "write the module into your test: a linear layer is ten lines",
     "loggers.CometLogger": _LOG_SERVER,
-    "loggers.MLFlowLogger": _LOG_SERVER,
     "loggers.NeptuneLogger": _LOG_SERVER,
     "loggers.WandbLogger": _LOG_SERVER,
     "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",
@@ -100,7 +99,6 @@ _PATHS: Final = {
     "callbacks.timer": "callbacks.Timer",
     "callbacks.weight_averaging": "callbacks.WeightAveraging",
     "loggers.comet": "loggers.CometLogger",
-    "loggers.mlflow": "loggers.MLFlowLogger",
     "loggers.neptune": "loggers.NeptuneLogger",
     "loggers.wandb": "loggers.WandbLogger",
     "strategies.deepspeed": "strategies.DeepSpeedStrategy",
@@ -137,7 +135,7 @@ _HOMES: Final = {
         "RichProgressBar",
         "TQDMProgressBar",
     ),
-    "loggers": ("CSVLogger", "Logger", "TensorBoardLogger"),
+    "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger"),
     "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
 }
 """Where Lightning's names of classes stand here."""

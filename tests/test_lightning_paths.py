@@ -17,7 +17,7 @@ from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSumma
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
-from fabricamp.loggers import CSVLogger, Logger, TensorBoardLogger
+from fabricamp.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from fabricamp.state import RunState
 from fabricamp.strategies import Strategy
 from tests.small import Classifier, loader, quiet_trainer
@@ -41,6 +41,7 @@ HOLDS = {
     "core.optimizer.LightningOptimizer": ManagedOptimizer,
     "loggers.csv_logs.CSVLogger": CSVLogger,
     "loggers.logger.Logger": Logger,
+    "loggers.mlflow.MLFlowLogger": MLFlowLogger,
     "loggers.tensorboard.TensorBoardLogger": TensorBoardLogger,
     "strategies.strategy.Strategy": Strategy,
     "trainer.Trainer": fabricamp.Trainer,

@@ -13,6 +13,7 @@ from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
+from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
@@ -149,7 +150,7 @@ class Runner:
         index = self.device_indices[environment.local_rank % len(self.device_indices)]
         device = torch.device("cpu") if trainer.device_type == "cpu" else torch.device(trainer.device_type, index)
         trainer.strategy.setup_environment(environment, device)
-        self._join_loggers()
+        join_loggers(trainer)
         self.take_callbacks(module)
         if fn is TrainerFn.FITTING:
             trainer.state = trainer.state.of_next_fit()
@@ -161,15 +162,6 @@ class Runner:
             session.optimizers, session.schedulers = self.session.optimizers, self.session.schedulers  # the last fit's
         session.watchdog.start()
         return session
-
-    def _join_loggers(self) -> None:
-        """One run a logger for all ranks: rank 0 chooses it, as the next free folder."""
-        trainer = self.trainer
-        identities = trainer.strategy.on_rank_zero(lambda: [one.identity() for one in trainer.loggers])
-        for one, identity in zip(trainer.loggers, identities, strict=True):
-            one.join(identity)
-        found = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
-        trainer.log_dir = trainer.strategy.broadcast(found or trainer.default_root_dir)
 
     def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
         """Notes and returns the file to load, and what it holds where that was read in choosing it."""

@@ -10,6 +10,7 @@ from fabricamp.checkpoint import check_content, plain, read_together, write_chec
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
+from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
@@ -94,10 +95,7 @@ class Session:
     # -- opening, in order -------------------------------------------------------------------------------------------------------
 
     def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
-        """Brings everything up to, not including, ``on_fit_start``; comes after :meth:`attach`.
-
-        ``checkpoint`` is what ``ckpt_path`` holds, where it was read already.
-        """
+        """Brings everything up to, not including, ``on_fit_start``; ``checkpoint`` is ``ckpt_path``'s where it was read already."""
         self.checkpoint = checkpoint
         self._prepare_data()
         self._call_setup("setup")
@@ -121,6 +119,8 @@ class Session:
             lengths = schedule_lengths(self.schedulers)
             self._restore(*TRAINING)
             check_schedule_lengths(self.trainer, lengths)
+            if ckpt_path is not None and self.trainer.loggers:
+                join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
         self._log_hyperparams()
 
     def attach(self) -> None:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.csv import CSVLogger
+from fabricamp.loggers.mlflow import MLFlowLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger"]
 
 
 def __getattr__(name: str) -> NoReturn:

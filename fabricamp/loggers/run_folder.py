@@ -131,6 +131,17 @@ class RunFolderLogger(Logger):
         replace_text(self.folder / _HYPERPARAMETERS, text, private=self.private)
 
 
+def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:
+    """Nested parameters as ``outer/inner``; what is no number or string as its ``str``."""
+    flat: dict[str, bool | float | str] = {}
+    for key, value in params.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{above}{key}/")
+        else:
+            flat[f"{above}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
 def _claim_version(root: Path) -> int:
     """Makes the folder of the next free number; ``mkdir`` tells which of two runs came first."""
     root.mkdir(parents=True, exist_ok=True)

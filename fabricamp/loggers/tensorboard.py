@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError, advice
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.run_folder import RunFolderLogger, writes
+from fabricamp.loggers.run_folder import RunFolderLogger, flattened, writes
 
 if TYPE_CHECKING:
     import os
@@ -104,7 +104,7 @@ class TensorBoardLogger(RunFolderLogger):
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}
         summaries: Any = importlib.import_module("torch.utils.tensorboard.summary")
-        for part in summaries.hparams(_flat(self._hyperparameters), dict(metrics)):
+        for part in summaries.hparams(flattened(self._hyperparameters), dict(metrics)):
             self._add(part, 0)
         self.log_metrics(metrics, 0)
 
@@ -154,14 +154,3 @@ class TensorBoardLogger(RunFolderLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writer": None, "_file": None}  # one file a process
-
-
-def _flat(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:
-    """Nested parameters as ``outer/inner``; what TensorBoard has no type for as its ``str``."""
-    flat: dict[str, bool | float | str] = {}
-    for key, value in params.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{above}{key}/")
-        else:
-            flat[f"{above}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat

@@ -1,0 +1,361 @@
+"""Writes what is logged to MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fabricamp.checkpoint import plain
+from fabricamp.errors import ConfigError
+from fabricamp.loggers.base import Logger
+from fabricamp.loggers.dummy import Silent
+from fabricamp.loggers.outbox import Outbox, in_time
+from fabricamp.loggers.run_folder import flattened, writes
+from fabricamp.say_once import say_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+ANSWER_SECONDS = 10.0
+"""How long the begin of a run waits for the server; what is logged waits for it in memory."""
+LAST_SECONDS = 30.0
+"""How long the end of a run waits for what is not sent yet."""
+
+_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+_UNREACHABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
+"""MLflow's codes of what may be otherwise a minute later; it has none of its own for a server that cannot be reached."""
+
+
+class _Item(NamedTuple):
+    """Values of a step, or hyper-parameters, or the status that ends the run."""
+
+    step: int = 0
+    milliseconds: int = 0
+    metrics: Mapping[str, float] = {}
+    params: Mapping[str, str] = {}
+    status: str = ""
+
+
+class MLFlowLogger(Logger):
+    """Logs to MLflow: a tracking server, or files below ``save_dir`` that ``mlflow ui`` shows.
+
+    A thread of its own sends the values, so that no step waits for a server; one that cannot be reached costs the values and
+    a warning, not the run.  A run that goes on from a checkpoint goes on in the same run of MLflow: it keeps what stands behind
+    the checkpoint, so that these steps have two points.  Newer versions of MLflow refuse files unless the variable
+    ``MLFLOW_ALLOW_FILE_STORE`` is "true": where it is not set, this logger sets it for its process.
+
+    Args:
+        experiment_name: the experiment; made where there is none.
+        run_name: the name of the run; None lets MLflow choose.
+        tracking_uri: where the server is; None is ``MLFLOW_TRACKING_URI``, and without that files in ``save_dir``.
+        tags: tags of the run.
+        save_dir: the folder of the files, where there is no ``tracking_uri``.
+        log_model: False; checkpoints are not uploaded.
+        prefix: stands before each metric's name.
+        artifact_location: where a new experiment keeps its artifacts; None lets MLflow choose.
+        run_id: a run to go on with; None makes a new one.
+        synchronous: given to MLflow, whose own queue is used where it is False.
+
+    Raises:
+        ModuleNotFoundError: MLflow is not installed.
+        ConfigError: ``log_model`` is not False, or there is neither ``tracking_uri`` nor ``save_dir``.
+
+    Example:
+        >>> logger = MLFlowLogger("digits", run_name="first", save_dir="mlruns")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = "./mlruns",
+        log_model: Literal[False] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        if log_model is not False:
+            raise ConfigError(
+                f"MLFlowLogger(log_model={log_model!r}): checkpoints are not uploaded; leave it False, and upload "
+                "ModelCheckpoint's best_model_path after fit with logger.experiment.log_artifact(logger.run_id, path)"
+            )
+        _import_mlflow("mlflow.tracking")
+        self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _files_in(save_dir)
+        self.save_dir = _folder_of(self._uri)
+        self.tags = dict(tags or {}) | ({} if run_name is None else {"mlflow.runName": run_name})
+        self._experiment_name, self._artifact_location = experiment_name, artifact_location
+        self._prefix = prefix
+        self._options = {} if synchronous is None else {"synchronous": synchronous}
+        self._run_id, self._given = run_id, run_id is not None
+        self._experiment_id: str | None = None
+        self._asked = False  # whether the run was asked for
+        self._made = False  # whether the run is one that this logger made, and nothing is in it
+        self._goes_on = False
+        self._lock = threading.RLock()
+        self._outbox: Outbox[_Item] = Outbox(self._send)
+        self._mlflow_client: Any = None
+        self._begun = False
+
+    # -- the run -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def experiment(self) -> Any:
+        """The ``MlflowClient``, for what has no method here; does nothing on ranks other than 0."""
+        if not writes():
+            return Silent()
+        self.identity()
+        return self._client()
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's name of the run; on rank 0 the first use makes it.  None while the server cannot be reached."""
+        if writes():
+            self.identity()
+        return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """MLflow's name of the experiment, known as :attr:`run_id` is."""
+        if writes():
+            self.identity()
+        return self._experiment_id
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """The ``experiment_id``."""
+        return self.experiment_id
+
+    @property
+    def version(self) -> str | None:
+        """The ``run_id``."""
+        return self.run_id
+
+    def identity(self) -> tuple[str | None, str | None]:
+        """Experiment and run; makes them once, where the server answers in time."""
+        if not self._asked:
+            self._asked = True
+            with self.trouble.guard():
+                self._ask(self._begin)
+        return self._experiment_id, self._run_id
+
+    def join(self, identity: tuple[str | None, str | None]) -> None:
+        """Takes rank 0's experiment and run."""
+        self._experiment_id, self._run_id = identity
+        self._asked = True
+
+    def give_back(self) -> None:
+        """Deletes a run that nothing was logged to."""
+        if self._made:
+            with contextlib.suppress(ConfigError):  # it is not this that ended the run
+                self._ask(self._delete)
+            self._run_id, self._made, self._asked = None, False, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run."""
+        return {"run_id": self._run_id} if self._run_id is not None and writes() else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on in that run, where it is in this experiment and no ``run_id`` was given."""
+        run_id = state_dict.get("run_id")
+        if run_id is not None and run_id != self._run_id and not self._given and writes():
+            self._ask(lambda: self._move_to(run_id))
+
+    # -- what is logged ----------------------------------------------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point for each metric.  Of names, characters are left out that MLflow does not allow."""
+        if metrics and writes():
+            values = {
+                _allowed(f"{self._prefix}-{name}" if self._prefix else name): float(metrics[name]) for name in metrics
+            }
+            self._put(_Item(step, int(time.time() * 1000), metrics=values))
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Nested ones as ``outer/inner``, each as text, cut to the length that MLflow allows.
+
+        They are left out where a number or a flag among them is the environment's: a server may show them to others.
+        """
+        if not writes() or self._goes_on:
+            return
+        if self.private:
+            say_once(
+                "MLFlowLogger leaves the hyper-parameters out: a number or a flag among them comes from the environment, and "
+                "MLflow may show it to others"
+            )
+            return
+        texts = {_allowed(name): str(value) for name, value in flattened(plain(params)).items()}
+        self._put(_Item(params=texts))
+
+    def barrier(self, step: int) -> None:
+        """Returns once the server has everything that was given so far."""
+        self._outbox.wait()
+
+    def finalize(self, status: str) -> None:
+        """Gives the run its last status: "success" is FINISHED, "failed" FAILED; others, such as "killed", stay as they are."""
+        if self._asked and writes():
+            self._put(_Item(status=_STATUS.get(status, status.upper())))
+
+    def close(self) -> None:
+        """Waits up to 30 seconds for what is not sent yet."""
+        self._outbox.close(LAST_SECONDS)
+        self._tell()
+        self._clear()
+
+    # -- MLflow's side; of these each may wait for the server for minutes --------------------------------------------------------
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        """Calls it; what MLflow refuses ends the run before it begins, what it could not be asked is an ``OSError``."""
+        try:
+            in_time(call, ANSWER_SECONDS, self._uri)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            words = str(error) or type(error).__name__
+            if self.save_dir is None and getattr(error, "error_code", None) in _UNREACHABLE:
+                raise ConnectionError(words) from error
+            raise ConfigError(
+                f"MLFlowLogger cannot log to {self._uri}: {words}; give another tracking_uri, save_dir or run_id, or logger=False"
+            ) from error
+
+    def _client(self) -> Any:
+        if self._mlflow_client is None:
+            if self.save_dir is not None:
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            self._mlflow_client = _import_mlflow("mlflow.tracking").MlflowClient(self._uri)
+        return self._mlflow_client
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            client = self._client()
+            if self._run_id is None:
+                self._experiment_id = self._find_experiment(client)
+                context = importlib.import_module("mlflow.tracking.context.registry")
+                run = client.create_run(self._experiment_id, tags=context.resolve_tags(self.tags))
+                self._run_id, self._made = run.info.run_id, True
+            else:
+                self._experiment_id = client.get_run(self._run_id).info.experiment_id
+                client.update_run(self._run_id, status="RUNNING")
+            self._begun = True
+
+    def _find_experiment(self, client: Any) -> str:
+        found = client.get_experiment_by_name(self._experiment_name)
+        if found is None or found.lifecycle_stage == "deleted":
+            try:
+                created: str = client.create_experiment(self._experiment_name, self._artifact_location)
+            except Exception:
+                # Another run may have made it meanwhile.
+                found = client.get_experiment_by_name(self._experiment_name)
+                if found is None or found.lifecycle_stage == "deleted":
+                    raise
+            else:
+                return created
+        return str(found.experiment_id)
+
+    def _move_to(self, run_id: str) -> None:
+        with self._lock:
+            client = self._client()
+            try:
+                info = client.get_run(run_id).info
+            except Exception as error:
+                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # it is another store's
+                    return
+                raise
+            if info.lifecycle_stage == "deleted" or info.experiment_id != self._experiment_id:
+                return
+            if self._made:
+                self._delete()
+            self._run_id, self._begun, self._goes_on = run_id, False, True
+            self._begin()
+
+    def _delete(self) -> None:
+        self._client().delete_run(self._run_id)
+        self._made = False
+
+    def _send(self, items: Sequence[_Item]) -> None:
+        self._begin()
+        entities = importlib.import_module("mlflow.entities")
+        validation = importlib.import_module("mlflow.utils.validation")
+        metrics = [
+            entities.Metric(name, value, one.milliseconds, one.step)
+            for one in items
+            for name, value in one.metrics.items()
+        ]
+        longest = validation.MAX_PARAM_VAL_LENGTH
+        params = [entities.Param(name, text[:longest]) for one in items for name, text in one.params.items()]
+        for kind, values, most in (("params", params, 100), ("metrics", metrics, 1000)):  # the most that MLflow takes
+            for first in range(0, len(values), most):
+                self._made = False
+                pending = self._client().log_batch(
+                    self._run_id, **{kind: values[first : first + most]}, **self._options
+                )
+                if pending is not None:
+                    pending.wait()
+        for one in items:
+            if one.status:
+                self._client().set_terminated(self._run_id, one.status)
+
+    # -- what waits --------------------------------------------------------------------------------------------------------------
+
+    def _put(self, item: _Item) -> None:
+        self._asked = True
+        self._outbox.put(item)
+        self._tell()
+
+    def _tell(self) -> None:
+        for reason, items in self._outbox.failures():
+            self.trouble.tell(reason)
+            steps = [one.step for one in items if isinstance(one, _Item) and one.metrics]
+            self.trouble.lose(len(steps), steps)
+
+    def _clear(self) -> None:
+        self._lock, self._outbox = threading.RLock(), Outbox(self._send)
+        self._mlflow_client, self._begun = None, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_mlflow_client", "_lock", "_outbox", "_begun")  # one of each a process
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._clear()
+
+
+def _import_mlflow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mlflow":
+            raise
+        raise ModuleNotFoundError(
+            'MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"', name="mlflow"
+        ) from error
+
+
+def _files_in(save_dir: str | os.PathLike[str] | None) -> str:
+    if save_dir is None:
+        raise ConfigError("MLFlowLogger(tracking_uri=None, save_dir=None): give one of them, such as save_dir='mlruns'")
+    return Path(save_dir).expanduser().absolute().as_uri()
+
+
+def _folder_of(uri: str) -> str | None:
+    """The folder that a ``file:`` address or a path means; None for a server or a database."""
+    uris: Any = _import_mlflow("mlflow.utils.uri")
+    if not uris.is_local_uri(uri):
+        return None
+    paths: Any = _import_mlflow("mlflow.utils.file_utils")
+    return str(Path(paths.local_file_uri_to_path(uri)).absolute())
+
+
+def _allowed(name: str) -> str:
+    return re.sub(r"[^\w/. -]+", "", name, flags=re.ASCII)[:250]

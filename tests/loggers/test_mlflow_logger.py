@@ -1,0 +1,322 @@
+"""MLFlowLogger with MLflow itself: files that a fresh client reads back, servers that refuse or never answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from mlflow.store.tracking.file_store import FileStore
+from mlflow.tracking import MlflowClient
+
+import fabricamp.loggers.mlflow as own
+from fabricamp import Callback
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.errors import ConfigError
+from fabricamp.loggers import CSVLogger, MLFlowLogger
+from tests.small import Classifier, loader, quiet_trainer
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # so that what the logger sets is undone
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def fresh_client(folder):
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # workers set it in themselves
+    return MlflowClient(Path(folder).as_uri())
+
+
+def runs_of(folder, name="lightning_logs"):
+    client = fresh_client(folder)
+    return client.search_runs([client.get_experiment_by_name(name).experiment_id])
+
+
+def steps_of(folder, run_id, metric):
+    return [one.step for one in fresh_client(folder).get_metric_history(run_id, metric)]
+
+
+class WithArguments(Classifier):
+    def __init__(self, lr=0.1, sizes=(1, 2), net=None):
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+def test_a_run_comes_back(tmp_path):
+    logger = MLFlowLogger("digits", "first", save_dir=tmp_path, tags={"who": "me"}, prefix="p")
+    assert list(tmp_path.iterdir()) == []  # making one makes no folder
+    trainer = quiet_trainer(max_epochs=2, log_every_n_steps=2, logger=logger)
+    trainer.fit(WithArguments(net={"act": "relu"}), loader(32, 4), loader(8, 4))
+    (run,) = runs_of(tmp_path, "digits")
+    assert (run.info.run_id, run.info.experiment_id) == (logger.run_id, logger.experiment_id)
+    assert (logger.name, logger.version, logger.save_dir) == (logger.experiment_id, logger.run_id, str(tmp_path))
+    assert (run.info.run_name, run.data.tags["who"], run.info.status) == ("first", "me", "FINISHED")
+    assert run.data.params == {"lr": "0.1", "sizes": "(1, 2)", "net/act": "relu"}
+    assert steps_of(tmp_path, logger.run_id, "p-loss") == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert steps_of(tmp_path, logger.run_id, "p-val_loss") == [7, 15]
+    last = trainer.callback_metrics["val_loss"].item()
+    assert run.data.metrics["p-val_loss"] == pytest.approx(last)
+
+
+def test_names_and_values_are_made_such_as_mlflow_takes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # a server need not either
+    logger = MLFlowLogger(save_dir=tmp_path)
+    logger.log_metrics({"a(b)/c d-e.f:g": 1.0, "n" * 300: 2.0}, 3)
+    logger.log_hyperparams({"text": "x" * 9000, **{f"p{number}": number for number in range(150)}})
+    logger.close()
+    (run,) = runs_of(tmp_path)
+    assert run.data.metrics == {"ab/c d-e.fg": 1.0, "n" * 250: 2.0}
+    assert len(run.data.params) == 151
+    assert run.data.params["text"] == "x" * 6000
+
+
+def test_what_the_environment_says_is_not_shown(tmp_path, monkeypatch, caplog):
+    from omegaconf import OmegaConf
+
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("MY_NUMBER", "4711")
+    texts = {"key": "${oc.env:MY_KEY}"}
+    for number, config in enumerate([texts, {**texts, "number": "${oc.decode:${oc.env:MY_NUMBER}}"}]):
+        module = Classifier()
+        module.save_hyperparameters(OmegaConf.create(config))
+        quiet_trainer(max_steps=1, logger=MLFlowLogger(save_dir=tmp_path / str(number))).fit(module, loader())
+    (run,) = runs_of(tmp_path / "0")
+    assert run.data.params == {"key": "${oc.env:MY_KEY}"}
+    (run,) = runs_of(tmp_path / "1")
+    assert run.data.params == {}
+    assert "leaves the hyper-parameters out" in caplog.text
+
+
+class Notes(Callback):
+    """Writes what each rank takes for its run, and asks more of the client than it may do twice."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_fit_start(self, trainer, module):
+        logger = trainer.logger
+        trainer.logger.experiment.set_tag(logger.run_id, "rank", str(trainer.global_rank))
+        seen = [logger.experiment_id, logger.run_id]
+        (self.folder / f"rank{trainer.global_rank}").write_text(json.dumps(seen))
+
+
+def test_two_ranks_make_one_run_and_a_resumed_fit_goes_on_in_it(tmp_path):
+    store, seen = tmp_path / "store", []
+    for epochs, path in ((1, None), (2, str(tmp_path / "checkpoints" / "last.ckpt"))):
+        logger = MLFlowLogger(save_dir=store)
+        trainer = quiet_trainer(
+            max_epochs=epochs, devices=2, start_method="fork", strategy="ddp", log_every_n_steps=1, logger=logger,
+            enable_checkpointing=True, callbacks=[Notes(tmp_path), ModelCheckpoint(tmp_path / "checkpoints", save_last=True)],
+        )  # fmt: skip
+        trainer.fit(WithArguments(), loader(32, 4), ckpt_path=path)
+        seen += [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+        seen.append([logger.experiment_id, logger.run_id])
+    assert all(one == seen[0] for one in seen)
+    (run,) = runs_of(store)
+    assert run.info.run_id == seen[0][1]
+    assert (run.info.status, run.data.tags["rank"]) == ("FINISHED", "0")
+    assert steps_of(store, run.info.run_id, "loss") == list(range(8))
+
+
+def test_a_resumed_run_goes_on_but_not_in_another_experiment_nor_beside_a_run_id(tmp_path):
+    def fit(logger, epochs, path=None):
+        checkpoint = ModelCheckpoint(tmp_path / "checkpoints", filename=str(epochs))
+        trainer = quiet_trainer(
+            max_epochs=epochs, log_every_n_steps=1, logger=logger, enable_checkpointing=True, callbacks=[checkpoint]
+        )
+        trainer.fit(Classifier(), loader(8, 4), ckpt_path=path)
+        return logger.run_id, checkpoint.best_model_path
+
+    first, path = fit(MLFlowLogger(save_dir=tmp_path / "store"), 1)
+    assert fit(MLFlowLogger(save_dir=tmp_path / "store"), 2, path)[0] == first
+    assert fit(MLFlowLogger("other", save_dir=tmp_path / "store"), 2, path)[0] != first
+    assert fit(MLFlowLogger(save_dir=tmp_path / "elsewhere"), 2, path)[0] != first
+    second = fit(MLFlowLogger(save_dir=tmp_path / "store"), 1)[0]
+    assert second != first
+    assert fit(MLFlowLogger(save_dir=tmp_path / "store", run_id=second), 2, path)[0] == second
+    assert {one.info.run_id for one in runs_of(tmp_path / "store")} == {first, second}
+    assert steps_of(tmp_path / "store", first, "loss") == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="run_id"):
+        fit(MLFlowLogger(save_dir=tmp_path / "store", run_id="0" * 32), 1)
+
+
+def test_the_last_status(tmp_path):
+    class Fails(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        quiet_trainer(max_epochs=1, log_every_n_steps=1, logger=MLFlowLogger(save_dir=tmp_path)).fit(Fails(), loader())
+    (run,) = runs_of(tmp_path)
+    assert run.info.status == "FAILED"
+    for status in ("killed", "finished"):
+        logger = MLFlowLogger(save_dir=tmp_path, run_id=run.info.run_id)
+        logger.log_metrics({"a": 1.0}, 0)
+        logger.barrier(1)
+        assert runs_of(tmp_path)[0].info.status == "RUNNING"
+        logger.finalize(status)
+        logger.close()
+        assert runs_of(tmp_path)[0].info.status == status.upper()
+
+
+def test_a_run_that_never_began_is_deleted(tmp_path):
+    class Broken(Classifier):
+        def configure_optimizers(self):
+            raise ConfigError("no")
+
+    with pytest.raises(ConfigError, match="no"):
+        quiet_trainer(max_epochs=1, logger=MLFlowLogger(save_dir=tmp_path)).fit(Broken(), loader())
+    assert runs_of(tmp_path) == []
+
+
+def fit_with_trouble(uri):
+    """Eight logged steps; returns the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1, logger=MLFlowLogger(tracking_uri=uri))
+        trainer.fit(Classifier(), loader(32, 4))
+    assert trainer.global_step == 8
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def test_a_server_that_refuses_costs_the_rows(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can, and connections are refused
+        first, last = fit_with_trouble(f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert first.startswith("MLFlowLogger: API request to ")
+    assert "refused" in first
+    assert first.endswith("training goes on, and what is lost is told at its end")
+    assert last.startswith("MLFlowLogger: 8 rows are lost, of the steps 0 to 7")
+
+
+def test_a_server_that_never_answers_holds_no_step_up(monkeypatch):
+    monkeypatch.setattr(own, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(own, "LAST_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        began = time.monotonic()
+        first, last = fit_with_trouble(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert time.monotonic() - began < 5
+    assert "has not answered within 0.2 s" in first
+    assert "8 rows are lost, of the steps 0 to 7: no answer within 0.2 s" in last
+
+
+def test_no_step_waits_while_values_are_sent(tmp_path, monkeypatch):
+    logger = MLFlowLogger(save_dir=tmp_path)
+    client, free = logger.experiment, threading.Event()
+    send = client.log_batch
+    monkeypatch.setattr(client, "log_batch", lambda *values, **named: (free.wait(60), send(*values, **named))[1])
+    began = time.monotonic()
+    for step in range(100):
+        logger.log_metrics({"loss": 1.0}, step)
+    assert time.monotonic() - began < 5
+    assert fresh_client(tmp_path).get_run(logger.run_id).data.metrics == {}
+    free.set()
+    logger.barrier(100)
+    assert steps_of(tmp_path, logger.run_id, "loss") == list(range(100))
+    logger.close()
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_checkpoint_waits_for_mlflows_own_queue(tmp_path, synchronous, monkeypatch):
+    log = FileStore.log_batch
+    monkeypatch.setattr(FileStore, "log_batch", lambda *values, **named: (time.sleep(0.5), log(*values, **named))[1])
+    logger = MLFlowLogger(save_dir=tmp_path, synchronous=synchronous)
+    logger.log_metrics({"loss": 1.0}, 4)
+    logger.barrier(5)
+    assert steps_of(tmp_path, logger.run_id, "loss") == [4]
+    logger.close()
+
+
+def test_a_store_that_refuses_ends_the_run_before_it_begins(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"MLFlowLogger cannot log to file:.*save_dir"):
+        quiet_trainer(max_epochs=1, logger=MLFlowLogger(save_dir=tmp_path / "file")).fit(Classifier(), loader())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # the user's word holds
+    with pytest.raises(ConfigError, match="MLFLOW_ALLOW_FILE_STORE"):
+        _ = MLFlowLogger(save_dir=tmp_path / "no").experiment
+
+
+def test_arguments(tmp_path, monkeypatch):
+    for value in (True, "all"):
+        with pytest.raises(ConfigError, match=rf"log_model={value!r}.*best_model_path"):
+            MLFlowLogger(save_dir=tmp_path, log_model=value)
+    with pytest.raises(ConfigError, match="save_dir='mlruns'"):
+        MLFlowLogger(save_dir=None)
+    monkeypatch.chdir(tmp_path)
+    assert MLFlowLogger().save_dir == str(tmp_path / "mlruns")
+    assert MLFlowLogger(tracking_uri="file:./here").save_dir == str(tmp_path / "here")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
+    assert MLFlowLogger().save_dir is None
+    logger = MLFlowLogger(tracking_uri=str(tmp_path / "own"), artifact_location=str(tmp_path / "artifacts"))
+    artifacts = logger.experiment.get_run(logger.run_id).info.artifact_uri
+    assert artifacts.startswith(str(tmp_path / "artifacts"))
+
+
+def test_other_ranks_write_nothing_and_are_told_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    logger = MLFlowLogger(save_dir=tmp_path)
+    assert (logger.run_id, logger.name) == (None, None)
+    logger.join(("3", "abc"))
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_hyperparams({"lr": 1})
+    logger.experiment.log_text(logger.run_id, "hello", "a.txt")
+    logger.finalize("success")
+    logger.close()
+    assert (logger.experiment_id, logger.run_id, logger.state_dict()) == ("3", "abc", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_travels_to_workers(tmp_path):
+    logger = MLFlowLogger(save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.barrier(1)
+    for step, twin in enumerate((pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger))):
+        twin.log_metrics({"loss": 2.0}, 2 + step)
+        twin.close()
+        assert twin.run_id == logger.run_id
+    assert steps_of(tmp_path, logger.run_id, "loss") == [1, 2, 3]
+    logger.close()
+
+
+def test_beside_another_logger_and_under_lightnings_path(tmp_path):
+    from fabricamp.loggers.mlflow import MLFlowLogger as Same
+
+    assert Same is MLFlowLogger
+    loggers = [CSVLogger(tmp_path / "csv"), MLFlowLogger(save_dir=tmp_path / "store")]
+    trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1, logger=loggers)
+    trainer.fit(Classifier(), loader(8, 4))
+    assert trainer.log_dir == loggers[0].log_dir
+    assert steps_of(tmp_path / "store", loggers[1].run_id, "loss") == [0, 1]
+
+
+def in_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True, env=os.environ
+    )
+
+
+def test_without_the_package_its_extra_is_named_and_importing_asks_for_nothing():
+    code = (
+        "import sys, fabricamp.loggers; assert 'mlflow' not in sys.modules; sys.modules['mlflow'] = None;"
+        "from fabricamp.loggers.mlflow import MLFlowLogger; MLFlowLogger()"
+    )
+    done = in_python(code)
+    assert done.returncode == 1
+    assert (
+        'ModuleNotFoundError: MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"'
+        in done.stderr
+    )
