@@ -43,7 +43,6 @@ NOT_OFFERED: Final = {
     "demos": "write the module into your test: a linear layer is ten lines",
     "loggers.CometLogger": _LOG_SERVER,
     "loggers.NeptuneLogger": _LOG_SERVER,
-    "loggers.WandbLogger": _LOG_SERVER,
     "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",
     "core.saving": "a module's class has load_from_checkpoint, and a logger writes hparams.yaml",
     "loops": _OWN_LOOP,
@@ -100,7 +99,6 @@ _PATHS: Final = {
     "callbacks.weight_averaging": "callbacks.WeightAveraging",
     "loggers.comet": "loggers.CometLogger",
     "loggers.neptune": "loggers.NeptuneLogger",
-    "loggers.wandb": "loggers.WandbLogger",
     "strategies.deepspeed": "strategies.DeepSpeedStrategy",
     "strategies.fsdp": "strategies.FSDPStrategy",
     "strategies.model_parallel": "strategies.ModelParallelStrategy",
@@ -135,7 +133,7 @@ _HOMES: Final = {
         "RichProgressBar",
         "TQDMProgressBar",
     ),
-    "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger"),
+    "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
     "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
 }
 """Where Lightning's names of classes stand here."""

@@ -17,7 +17,7 @@ from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSumma
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
-from fabricamp.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+from fabricamp.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from fabricamp.state import RunState
 from fabricamp.strategies import Strategy
 from tests.small import Classifier, loader, quiet_trainer
@@ -43,6 +43,7 @@ HOLDS = {
     "loggers.logger.Logger": Logger,
     "loggers.mlflow.MLFlowLogger": MLFlowLogger,
     "loggers.tensorboard.TensorBoardLogger": TensorBoardLogger,
+    "loggers.wandb.WandbLogger": WandbLogger,
     "strategies.strategy.Strategy": Strategy,
     "trainer.Trainer": fabricamp.Trainer,
     "trainer.trainer.Trainer": fabricamp.Trainer,
@@ -96,8 +97,8 @@ def test_parts_are_attributes_of_a_fresh_package():
         ("from fabricamp.tuner import Tuner", "give the learning rate"),
         ("from fabricamp.tuner.tuning import Tuner", "give the learning rate"),
         ("from fabricamp import profilers", "torch.profiler"),
-        ("from fabricamp.loggers import WandbLogger", "write a Logger"),
-        ("from fabricamp.loggers.wandb import WandbLogger", "write a Logger"),
+        ("from fabricamp.loggers import CometLogger", "write a Logger"),
+        ("from fabricamp.loggers.comet import CometLogger", "write a Logger"),
         ("from fabricamp.callbacks import Timer", "max_time"),
         ("from fabricamp.callbacks.timer import Timer", "max_time"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),

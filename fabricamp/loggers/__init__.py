@@ -8,11 +8,12 @@ from fabricamp.loggers.base import Logger
 from fabricamp.loggers.csv import CSVLogger
 from fabricamp.loggers.mlflow import MLFlowLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
+from fabricamp.loggers.wandb import WandbLogger
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 
 def __getattr__(name: str) -> NoReturn:

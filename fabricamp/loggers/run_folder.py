@@ -127,7 +127,7 @@ class RunFolderLogger(Logger):
     def _write_hyperparameters(self) -> None:
         yaml: Any = importlib.import_module("yaml")
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(_showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
         replace_text(self.folder / _HYPERPARAMETERS, text, private=self.private)
 
 
@@ -156,10 +156,10 @@ def _claim_version(root: Path) -> int:
             return version
 
 
-def _showable(value: Any) -> Any:
+def showable(value: Any) -> Any:
     """``value`` as YAML shows it; what YAML has no word for as its ``str``."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str | int) else str(key): _showable(item) for key, item in value.items()}
+        return {key if isinstance(key, str | int) else str(key): showable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_showable(item) for item in value]
+        return [showable(item) for item in value]
     return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -20,7 +20,7 @@ CallbackOfTheirs = lightnings("Callback", "callbacks.callback")
 EarlyStoppingOfTheirs = lightnings("EarlyStopping", "callbacks.early_stopping", CallbackOfTheirs)
 TimerOfTheirs = lightnings("Timer", "callbacks.timer", CallbackOfTheirs)
 LoggerOfTheirs = lightnings("Logger", "loggers.logger")
-WandbOfTheirs = lightnings("WandbLogger", "loggers.wandb", LoggerOfTheirs)
+CometOfTheirs = lightnings("CometLogger", "loggers.comet", LoggerOfTheirs)
 DDPOfTheirs = lightnings("DDPStrategy", "strategies.ddp")
 
 
@@ -43,7 +43,7 @@ class TheirData(LightningDataModule):
          "EarlyStopping is Lightning's; change the import: from fabricamp.callbacks import EarlyStopping"),
         (lambda: quiet_trainer(callbacks=TimerOfTheirs()), "not offered by fabricamp: give Trainer[(]max_time"),
         (lambda: quiet_trainer(callbacks=CallbackOfTheirs()), "from fabricamp import Callback"),
-        (lambda: quiet_trainer(logger=WandbOfTheirs()), "WandbLogger is not offered"),
+        (lambda: quiet_trainer(logger=CometOfTheirs()), "CometLogger is not offered"),
         (lambda: quiet_trainer(strategy=DDPOfTheirs()), "from fabricamp.strategies import DDPStrategy"),
     ],
 )  # fmt: skip

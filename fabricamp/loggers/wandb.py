@@ -1,0 +1,303 @@
+"""Writes what is logged to Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import multiprocessing
+import os
+import secrets
+import string
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.checkpoint import plain
+from fabricamp.errors import ConfigError, advice
+from fabricamp.loggers.base import Logger
+from fabricamp.loggers.dummy import Silent
+from fabricamp.loggers.run_folder import showable, writes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+__all__ = ["WandbLogger"]
+
+_AXIS = "trainer/global_step"
+_OWN = (
+    "name", "save_dir", "version", "offline", "dir", "id", "anonymous", "project", "log_model", "experiment", "prefix",
+    "checkpoint_name", "add_file_policy",
+)  # fmt: skip
+
+
+class WandbLogger(Logger):
+    """Logs to a run of Weights & Biases, which rank 0 opens when the first value comes and leaves open behind ``fit``.
+
+    Training goes on where the server cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A run that
+    goes on from a checkpoint goes on in its run, unless ``id`` is given; values behind the checkpoint stand there twice.  A run
+    that the script opened by ``wandb.init`` is used as it is.  Needs ``pip install "fabricamp[wandb]"``.
+
+    Args:
+        name: what the run is called on its page.
+        save_dir: the folder that ``wandb``, and checkpoints in ``project/id``, are in.
+        version: another name of ``id``.
+        offline: writes below ``save_dir`` only; ``wandb sync`` uploads it.
+        dir: the same as ``save_dir``, where that is None.
+        id: the run to go on in, or to begin; None is ``WANDB_RUN_ID``, else a new one.
+        anonymous: for users without an account, where the package still offers it.
+        project: the project of the run; None is ``WANDB_PROJECT``, else "fabricamp_logs".
+        log_model: False; checkpoints are not uploaded.
+        experiment: a run that is open already.
+        prefix: stands before each metric's name.
+        checkpoint_name: has no meaning without ``log_model``.
+        add_file_policy: has no meaning without ``log_model``.
+        **kwargs: options of ``wandb.init``, such as ``entity``, ``group`` and ``tags``.
+
+    Raises:
+        ConfigError: the package is not installed, ``log_model`` is not False, or ``wandb.init`` has no such option.
+
+    Example:
+        >>> logger = WandbLogger(project="digits", offline=True)
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,  # noqa: A002 - Lightning's
+        id: str | None = None,  # noqa: A002 - Lightning's
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: bool = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        if log_model is not False:
+            raise ConfigError(
+                f"WandbLogger(log_model={log_model!r}): checkpoints are not uploaded; leave it out, and after fit call "
+                "logger.experiment.log_artifact(trainer.checkpoint_callback.best_model_path, type='model')"
+            )
+        known = inspect.signature(_package().init).parameters
+        for option in kwargs:
+            if option not in known:
+                raise ConfigError(
+                    f"WandbLogger has no option {option!r}{advice('WandbLogger', option, (*_OWN, *known))}"
+                )
+        self._folder = Path(save_dir or dir or os.environ.get("WANDB_DIR") or ".").expanduser().absolute()
+        project = project or os.environ.get("WANDB_PROJECT") or "fabricamp_logs"
+        self._options = {"name": name, "project": project, "dir": str(self._folder), "resume": "allow"}
+        self._options |= (
+            ({"anonymous": "allow"} if anonymous else {}) | ({"mode": "offline"} if offline else {}) | kwargs
+        )
+        self.save_dir = str(self._folder)
+        self.name = project
+        self._root = self._folder / project
+        wanted = version or id or os.environ.get("WANDB_RUN_ID")
+        self._id = None if wanted is None else str(wanted)
+        self._id_given = wanted is not None
+        self._folder_name = self._id
+        self._prefix = prefix
+        self._experiment = experiment
+        self._attach_id: str | None = None
+        self._opened_by: int | None = None
+        self._unreachable: str | None = None
+        self._status = "success"
+
+    @property
+    def experiment(self) -> Any:
+        """The run, for what has no method here; does nothing on ranks other than 0."""
+        if not writes():
+            return Silent()
+        if self._experiment is None:
+            self._experiment = self._run()
+            self._id = str(self._experiment.id)
+        return self._experiment
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run; None until a run or the first use decides it."""
+        return self._id if self._experiment is None else str(self._experiment.id)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder for what belongs to this run, ``save_dir/project/id``, where the id is known; wandb writes beside it."""
+        return None if self._folder_name is None else str(self._root / self._folder_name)
+
+    def run_folders(self) -> list[Path]:
+        """The folders of this run and of others of the project, newest first."""
+        own = super().run_folders()
+        folders = [folder for folder in self._root.glob("*") if folder.is_dir()]
+        return list(dict.fromkeys([*own, *sorted(folders, key=_changed, reverse=True)]))
+
+    def identity(self) -> str:
+        """The run's id; the run is not open yet, for a checkpoint may name another."""
+        self._id = self.version
+        if self._id is None:
+            run = _package().run
+            self._id = _new_id() if run is None else str(run.id)
+        self._folder_name = self._folder_name or self._id
+        return self._id
+
+    def join(self, identity: str) -> None:
+        """Takes rank 0's id."""
+        self._id = identity
+        self._folder_name = self._folder_name or identity
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """One row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
+        self._log({f"{self._prefix}-{name}" if self._prefix else name: value for name, value in metrics.items()}, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Puts the hyper-parameters into the run's ``config``; none where the environment decides one that is no string.
+
+        Such values are for files that only this user reads, and a server shows a run to others.
+        """
+        if not writes():
+            return
+        if self.private:
+            warnings.warn(
+                "WandbLogger sends no hyper-parameters: the environment decides numbers, flags or keys among them, which others "
+                "would see; send what they may see by logger.experiment.config.update({...})",
+                stacklevel=2,
+            )
+            return
+        with self._reaches():
+            self.experiment.config.update(showable(plain(params)), allow_val_change=True)
+
+    def watch(
+        self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
+    ) -> None:
+        """Logs histograms of gradients, parameters or "all", every ``log_freq`` batches, by hooks that cost each step."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def unwatch(self, model: nn.Module | None = None) -> None:
+        """Ends :meth:`watch`, of every model where none is given."""
+        self.experiment.unwatch(model)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """A table: ``columns`` and the rows of ``data``, or a ``dataframe``."""
+        if writes():
+            self._log({key: _package().Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[str]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Texts, as a table."""
+        self.log_table(key, columns, data, dataframe, step)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
+        """A list of images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item an image (``caption``)."""
+        if not isinstance(images, list) or any(len(values) != len(images) for values in kwargs.values()):
+            raise ConfigError(
+                f"log_image({key!r}): give a list of images, and options such as caption as lists as long"
+            )
+        if writes():
+            options = [dict(zip(kwargs, values, strict=True)) for values in zip(*kwargs.values(), strict=True)]
+            made = [
+                _package().Image(one, **with_) for one, with_ in zip(images, options or [{}] * len(images), strict=True)
+            ]
+            self._log({key: made}, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's id."""
+        return {"id": self.version}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on in that run, where no id was given and none is open yet."""
+        if state_dict.get("id") and not self._id_given and self._experiment is None and self._attach_id is None:
+            self._id = state_dict["id"]
+
+    def finalize(self, status: str) -> None:
+        """Leaves the run open for what comes behind ``fit``; the package ends it with the process."""
+        self._status = status
+
+    def close(self) -> None:
+        """Ends the run in a process that was started for this fit only, at whose end nothing else would."""
+        if self._experiment is not None and self._opened_by == os.getpid() and multiprocessing.parent_process():
+            self._experiment.finish(exit_code=int(self._status != "success"))
+            self._experiment = None
+        self._unreachable = None
+
+    def _log(self, values: dict[str, Any], step: int | None) -> None:
+        if not values or not writes():
+            return
+        with self._reaches():
+            self.experiment.log(values if step is None else {**values, _AXIS: step})
+
+    def _run(self) -> Any:
+        """The run that is open in this process or the one that started it, else a new one."""
+        package = _package()
+        if self._attach_id is not None:
+            return package._attach(self._attach_id)
+        if package.run is not None:
+            warnings.warn(
+                f"WandbLogger goes on in the run {package.run.id}, which is open in this process; call wandb.finish() before for "
+                "one of its own",
+                stacklevel=4,
+            )
+            return package.run
+        run = package.init(**{"id": self.identity(), **self._options})
+        self._opened_by = os.getpid()
+        run.define_metric(_AXIS)
+        run.define_metric("*", step_metric=_AXIS, step_sync=True)
+        return run
+
+    @contextlib.contextmanager
+    def _reaches(self) -> Iterator[None]:
+        """Makes an ``OSError`` of a server that cannot be reached; one that could not at first is asked again in the next fit.
+
+        Each attempt to open a run waits for a minute and a half.
+        """
+        if self._unreachable is not None:
+            raise ConnectionError(self._unreachable)
+        errors = _package().errors
+        try:
+            yield
+        except errors.AuthenticationError:
+            raise
+        except errors.CommError as error:
+            if self._experiment is None:
+                self._unreachable = str(error)
+            raise ConnectionError(str(error)) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        run = self._experiment  # stays where it is: the other process finds it by its id
+        attach_id = self._attach_id if run is None else getattr(run, "_attach_id", None)
+        return {**self.__dict__, "_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None}
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        raise ConfigError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+def _changed(folder: Path) -> float:
+    """When a run's folder, or that of its checkpoints, got or lost a file."""
+    places = (one for one in (folder, folder / "checkpoints") if one.exists())
+    return max((one.stat().st_mtime for one in places), default=0.0)

@@ -1,0 +1,336 @@
+"""WandbLogger, whose runs are written offline by the real package and read back from their files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from fabricamp import Callback
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.errors import ConfigError
+from fabricamp.loggers import WandbLogger
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+AXIS = "trainer/global_step"
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch, tmp_path):
+    """No network, ever, and no run that a test leaves open."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield
+    wandb.finish()
+
+
+def records(file):
+    """What a ``.wandb`` file holds: LevelDB's log, blocks of 32 KiB behind 7 bytes, of records in one or more parts."""
+    data, at, whole = Path(file).read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def whole_run(file):
+    """All records of a run that was finished: the service writes the last of them a moment later."""
+    deadline = time.monotonic() + 20
+    found = []
+    while not any(one.HasField("exit") for one in found):
+        assert time.monotonic() < deadline, f"{file} has no end: {[one.WhichOneof('record_type') for one in found]}"
+        found = list(records(file))
+        time.sleep(0.01)
+    return found
+
+
+class Written:
+    """The one run below a folder that was written last, of so many."""
+
+    def __init__(self, folder, count=1):
+        wandb.finish()  # until then some of it is in memory
+        files = sorted(Path(folder).glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+        assert len(files) == count
+        self.history, self.config, self.metrics = [], {}, []
+        for record in whole_run(files[-1]):
+            if record.HasField("run"):
+                self.run = record.run
+                self._take(record.run.config)
+            elif record.HasField("config"):
+                self._take(record.config)
+            elif record.HasField("metric"):
+                self.metrics.append(record.metric)
+            elif record.HasField("history"):
+                items = record.history.item
+                self.history.append({one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items})
+
+    def _take(self, config):
+        self.config |= {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in config.update}
+
+    def rows(self, *names):
+        return [tuple(row.get(name) for name in names) for row in self.history]
+
+
+def fit(logger, *callbacks, model=None, ckpt_path=None, **options):
+    options = {"max_steps": 4, "log_every_n_steps": 1, "enable_checkpointing": bool(callbacks), **options}
+    trainer = quiet_trainer(logger=logger, callbacks=list(callbacks), **options)
+    trainer.fit(model or Classifier(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_fit_is_a_run_on_the_axis_of_its_steps(tmp_path):
+    logger = WandbLogger("first", tmp_path / "runs", project="digits", prefix="p", tags=["a"], version="abc")
+    trainer = fit(logger)
+    assert (logger.name, logger.version, logger.save_dir) == ("digits", "abc", str(tmp_path / "runs"))
+    assert trainer.log_dir == logger.log_dir == str(tmp_path / "runs" / "digits" / "abc")
+    assert wandb.run is logger.experiment  # open, for what comes behind fit
+    written = Written(tmp_path / "runs")
+    run = written.run
+    assert (run.run_id, run.display_name, run.project, list(run.tags)) == ("abc", "first", "digits", ["a"])
+    assert [step for step, loss in written.rows(AXIS, "p-loss") if loss is not None] == [0, 1, 2, 3]
+    (every,) = [one for one in written.metrics if one.glob_name == "*"]
+    assert (every.step_metric, every.options.step_sync) == (AXIS, True)
+
+
+def with_offline_alone():
+    del os.environ["WANDB_MODE"]  # in a process of its own: the package reads it once
+    os.environ.pop("WANDB_SERVICE", None)
+    fit(WandbLogger(offline=True), devices=1)
+    wandb.finish()
+
+
+def test_it_writes_below_the_current_folder_without_a_name(tmp_path):
+    run_ranks(with_offline_alone, 1)
+    assert Written(tmp_path).run.project == "fabricamp_logs"
+
+
+def test_hyperparameters_are_plain_values_of_its_config(tmp_path, monkeypatch):
+    from omegaconf import OmegaConf
+
+    class Owner(Classifier):
+        def __init__(self, net, sizes, token):
+            super().__init__()
+            self.save_hyperparameters()
+
+    monkeypatch.setenv("TOKEN", "geheim")
+    token = OmegaConf.create({"a": "${oc.env:TOKEN}"})
+    logger = WandbLogger()
+    fit(logger, model=Owner(torch.nn.ReLU, (1, 2), token))
+    logger.log_hyperparams({"more": token})
+    config = Written(tmp_path).config
+    assert config["more"] == {"a": "${oc.env:TOKEN}"}
+    assert {name: config[name] for name in ("net", "sizes", "token")} == {
+        "net": "torch.nn.modules.activation.ReLU",
+        "sizes": [1, 2],
+        "token": {"a": "${oc.env:TOKEN}"},
+    }
+    for file in tmp_path.glob("wandb/offline*/**/*"):
+        assert file.is_dir() or b"geheim" not in file.read_bytes()
+
+
+def test_what_others_may_not_see_is_not_sent(tmp_path, monkeypatch):
+    from omegaconf import OmegaConf
+
+    class Owner(Classifier):
+        def __init__(self, options):
+            super().__init__()
+            self.save_hyperparameters()
+
+    monkeypatch.setenv("PIN", "4711")
+    options = OmegaConf.create({"pin": "${oc.decode:${oc.env:PIN}}"})
+    logger = WandbLogger()
+    logger.private = True
+    with pytest.warns(UserWarning, match=r"sends no hyper-parameters.*config.update"):
+        fit(logger, model=Owner(options))
+    assert "options" not in Written(tmp_path).config
+
+
+def test_a_resumed_fit_goes_on_in_its_run(tmp_path):
+    first = WandbLogger()
+    saved = fit(first, ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, monitor="step"), max_steps=2)
+    file = saved.checkpoint_callback.best_model_path
+    assert file.startswith(str(tmp_path / "fabricamp_logs" / first.version / "checkpoints"))
+    wandb.finish()
+    time.sleep(1)  # offline runs of one second and id share a folder
+    again = WandbLogger()
+    resumed = fit(again, ModelCheckpoint(), ckpt_path="last")
+    assert resumed.global_step == 4
+    assert again.version == first.version
+    assert again.log_dir == resumed.log_dir != first.log_dir  # folders are those of attempts
+    written = Written(tmp_path, 2)
+    assert written.run.run_id == first.version
+    assert [step for step, loss in written.rows(AXIS, "loss") if loss is not None] == [
+        1,
+        2,
+        3,
+    ]  # 1 was behind the checkpoint
+    wandb.finish()
+    own = WandbLogger(id="mine")
+    fit(own, ckpt_path=file)
+    assert own.version == "mine"
+
+
+def test_ids_come_from_who_knows_them(monkeypatch):
+    assert WandbLogger().identity() != WandbLogger().identity()
+    open_already = wandb.init(id="open")
+    assert WandbLogger().identity() == WandbLogger(experiment=open_already).version == "open"
+    with pytest.warns(UserWarning, match=r"goes on in the run open.*wandb.finish"):
+        assert WandbLogger(id="other").experiment is open_already
+    monkeypatch.setenv("WANDB_RUN_ID", "sweep")
+    assert WandbLogger().version == "sweep"
+
+
+def in_a_rank(folder, rank_of_hook):
+    class Draws(Classifier):
+        def on_train_start(self):
+            self.logger.experiment.config.update({"rank": self.trainer.global_rank})
+            self.logger.log_text("note", ["a"], [["hello"]])
+            self.logger.watch(self)
+            self.logger.unwatch(self)
+
+    logger = WandbLogger(save_dir=folder)
+    fit(logger, model=Draws(), devices=2, strategy="ddp")
+    return logger.version, wandb.run is not None
+
+
+def test_all_ranks_have_one_run_which_rank_0_opens(tmp_path):
+    (version, _), other = run_ranks(in_a_rank, 2, tmp_path, None)
+    assert other == (version, False)
+    written = Written(tmp_path)
+    assert written.run.run_id == version
+    assert written.config["rank"] == 0
+    assert [step for step, loss in written.rows(AXIS, "loss") if loss is not None] == [0, 1, 2, 3]
+
+
+def test_processes_of_the_trainer_end_their_run(tmp_path):
+    logger = WandbLogger()
+    fit(logger, devices=2, strategy="ddp", start_method="fork")
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{logger.version}.wandb")
+    assert [one.exit.exit_code for one in whole_run(file) if one.HasField("exit")] == [0]
+
+
+def with_a_copy(pickled):
+    twin = pickle.loads(pickled)
+    twin.log_metrics({"there": 1}, 1)
+    twin.close()
+    return twin.version
+
+
+def test_a_copy_for_another_process_logs_to_the_open_run(tmp_path):
+    logger = WandbLogger()
+    logger.log_metrics({"here": 1}, 0)
+    assert run_ranks(with_a_copy, 1, pickle.dumps(logger), start_method="spawn") == [logger.version]
+    logger.log_metrics({"here": 1}, 2)
+    assert Written(tmp_path).rows(AXIS, "here", "there") == [(0, 1, None), (1, None, 1), (2, 1, None)]
+
+
+def test_tables_and_images_come_with_their_step(tmp_path):
+    logger = WandbLogger()
+    logger.log_table("table", ["a", "b"], [[1, 2]], step=3)
+    logger.log_image("digits", [torch.rand(1, 4, 4), torch.rand(1, 4, 4)], step=4, caption=["one", "two"])
+    logger.log_metrics({}, 5)
+    with pytest.raises(ConfigError, match="give a list of images"):
+        logger.log_image("digits", [torch.rand(1, 4, 4)], caption=["one", "two"])
+    table, image = Written(tmp_path).history
+    assert (table[AXIS], table["table/nrows"], image[AXIS], image["digits/captions"]) == (3, 1, 4, ["one", "two"])
+
+
+class KillsTheService(Callback):
+    """Ends the process that writes for the package, before step 2."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2:
+            for status in Path("/proc").glob("[0-9]*/stat"):
+                name, rest = status.read_text().rsplit(")", 1)
+                if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
+                    os.kill(int(status.parent.name), signal.SIGKILL)
+            time.sleep(0.5)
+
+
+def with_a_service_that_dies(folder):
+    os.chdir(folder)
+    os.environ.pop("WANDB_SERVICE", None)  # one of its own
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        trainer = fit(WandbLogger(), KillsTheService(), enable_checkpointing=False)
+    return trainer.global_step, [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def test_a_service_that_dies_costs_values_and_not_the_run(tmp_path):
+    ((steps, told),) = run_ranks(with_a_service_that_dies, 1, tmp_path)
+    assert steps == 4
+    assert "WandbLogger: " in told[0]
+    assert "training goes on" in told[0]
+    assert "lost, of the steps 2 to 3" in told[1]
+
+
+def test_a_server_that_cannot_be_reached_is_asked_once_a_fit(monkeypatch):
+    asked = []
+
+    def unreachable(**options):
+        asked.append(options)
+        raise wandb.errors.CommError("timed out after 90 seconds")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    logger = WandbLogger()
+    for fits in (1, 2):
+        with pytest.warns(RuntimeWarning) as told:
+            assert fit(logger).global_step == 4
+        assert len(asked) == fits
+        assert "4 rows are lost, of the steps 0 to 3: timed out" in str(told[-1].message)
+
+
+def test_a_wrong_key_ends_the_fit(monkeypatch):
+    def refuses(**options):
+        raise wandb.errors.AuthenticationError("invalid key")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    with pytest.raises(wandb.errors.AuthenticationError, match="invalid key"):
+        fit(WandbLogger())
+
+
+def test_what_it_does_not_take_is_named():
+    for value in (True, "all"):
+        with pytest.raises(ConfigError, match=f"log_model={value!r}.*log_artifact"):
+            WandbLogger(log_model=value)
+    with pytest.raises(ConfigError, match="no option 'entty'; did you mean 'entity'"):
+        WandbLogger(entty="me")
+
+
+def test_making_one_opens_nothing(tmp_path):
+    assert WandbLogger(id="x").version == "x"
+    assert WandbLogger(dir=tmp_path / "a", save_dir=None).save_dir == str(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+    assert wandb.run is None
+
+
+def test_without_the_package_the_error_names_the_extra_and_importing_ours_does_not_import_it():
+    code = (
+        "import sys, fabricamp.loggers.wandb as ours; assert 'wandb' not in sys.modules; sys.modules['wandb'] = None\n"
+        "try: ours.WandbLogger()\n"
+        "except ValueError as error: print(error)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert 'pip install "fabricamp[wandb]"' in printed.stdout
