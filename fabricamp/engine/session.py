@@ -330,6 +330,7 @@ class Session:
         self.metrics.clear_evaluation()
         self.moments.begin_validation()
         self.trainer.state.stage = RunningStage.VALIDATING
+        self.strategy.share_buffers(self.module)
         try:
             loop.run(feeds)
         finally:

@@ -157,6 +157,9 @@ class Strategy(NamesKeywords):
         Comes before precision converts the module: the fp32 masters are taken from what every rank then has.
         """
 
+    def share_buffers(self, module: nn.Module) -> None:
+        """Gives every rank the buffers that a checkpoint would have, before a validation: it judges what is saved."""
+
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:

@@ -59,6 +59,7 @@ class ProcessGroupStrategy(Strategy):
     """
 
     distributed: ClassVar[bool] = True
+    broadcast_buffers = True
 
     def __init__(self, *, timeout: float | timedelta | None = None) -> None:
         super().__init__()
@@ -164,6 +165,12 @@ class ProcessGroupStrategy(Strategy):
         self.check_same_module(module)
         if self.world_size > 1:
             Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast([*module.parameters(), *module.buffers()])
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's buffers, which a checkpoint has, unless ``broadcast_buffers`` is off."""
+        buffers = list(module.buffers())
+        if buffers and self.broadcast_buffers and self.world_size > 1:
+            Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast(buffers)
 
     def check_same_module(self, module: nn.Module) -> None:
         """Raises the same :class:`DistributedError` on every rank where the ranks built different modules."""

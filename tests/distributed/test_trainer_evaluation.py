@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.strategies import DDP
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -187,3 +188,35 @@ def log_once(folder):
 
 def test_our_calls_give_no_warnings(tmp_path):
     assert run_ranks(log_once, 2, tmp_path) == [[], []]
+
+
+class Judged(Measured):
+    """Keeps BatchNorm's running mean as the validation sees it, and as it is behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.append(torch.nn.BatchNorm1d(3))
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.net[-1].running_mean.clone())
+
+
+def means_of_validations(strategy, options):
+    module = Judged()
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=2, **options)
+    trainer.fit(module, loader(24, 2, shuffle=True), loader(4, 2))
+    return module.seen
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4, "val_check_interval": 3}])
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_a_validation_judges_the_buffers_that_a_checkpoint_has(strategy, options):
+    first, second = run_ranks(means_of_validations, 2, strategy, options, backend=None)
+    assert len(first) == len(second) >= 2
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_buffers_stay_a_ranks_own_where_they_are_not_broadcast():
+    first, second = run_ranks(means_of_validations, 2, DDP(broadcast_buffers=False), {}, backend=None)
+    assert not torch.equal(first[-1], second[-1])

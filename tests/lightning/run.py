@@ -22,6 +22,7 @@ STARTS_PROCESSES = {"ddp_strategy"}
 _LIGHTNING = re.compile(
     r"\b(lightning\.pytorch|pytorch_lightning)\b|(?<=import )lightning\b(?= as )|(?<=from )lightning\b(?= import )"
 )
+_LAST_PRINTED = 1.01e-8
 _DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 
 
@@ -57,11 +58,11 @@ def recorded(name: str) -> str:
 
 
 def nearly(text: str, other: str, relative: float) -> bool:
-    """Whether two texts are equal but for their decimal numbers, which may differ by ``relative``."""
+    """Whether two texts are equal but for decimal numbers, which may differ by ``relative`` or in the eighth digit printed."""
     if _DECIMAL.sub("#", text) != _DECIMAL.sub("#", other):
         return False
     pairs = zip(map(float, _DECIMAL.findall(text)), map(float, _DECIMAL.findall(other)), strict=True)
-    return all(abs(one - two) <= relative * max(abs(one), abs(two)) for one, two in pairs)
+    return all(abs(one - two) <= max(relative * max(abs(one), abs(two)), _LAST_PRINTED) for one, two in pairs)
 
 
 if __name__ == "__main__":
