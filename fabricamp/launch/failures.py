@@ -85,8 +85,10 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
     message, trace = _read(files, rank)
     code = failures[rank].exitcode
     if trace and code <= 0:
-        # After an exception a rank may have been ended before it could exit: another's code tells what the script makes of it.
-        code = next((failures[other].exitcode for other in exited if failures[other].exitcode > 0), 1)
+        # After an exception a rank may have been ended before it could exit: sys.exit said its code, and of what another
+        # exception becomes in this script another's code tells.
+        others = (failures[other].exitcode for other in exited if failures[other].exitcode > 0)
+        code = _code_of_sys_exit(message) or next(others, 1)
     witness = "" if trace else _witness([file for file in files if int(file.parent.name) in written], rank)
     return Cause(rank, code, message, trace, [other for other in exited if other != rank], witness)
 
@@ -110,6 +112,14 @@ def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailur
 def _others(folder: Path, which: str) -> list[int]:
     """The ranks that any record says to have ended before it, or to have killed."""
     return [rank for file in sorted(folder.rglob(OTHERS)) for rank in json.loads(file.read_text())[which]]
+
+
+def _code_of_sys_exit(message: str) -> int | None:
+    """The code given to ``sys.exit``, as it was recorded; None where the record is of something else."""
+    kind, _, given = message.partition(": ")
+    if kind != "SystemExit":
+        return None
+    return int(given) & 0xFF if given.lstrip("-").isdigit() else 1
 
 
 def _witness(files: list[Path], cause: int) -> str:

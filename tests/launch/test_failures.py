@@ -88,6 +88,14 @@ def test_sys_exit_in_the_middle_of_a_run_is_the_cause_with_its_traceback(tmp_pat
         assert report.index("trace 1") < report.index("trace 0")
 
 
+@pytest.mark.parametrize(("given", "code"), [("7", 7), ("-1", 255), ("no data here", 1)])
+def test_sys_exit_keeps_its_code_where_its_rank_was_ended_before_it_could_exit(tmp_path, given, code):
+    write(tmp_path, 1, 100, f"SystemExit: {given}")
+    write(tmp_path, 0, 200)  # lost its peer, and was faster
+    cause = find_cause({0: Ended(2), 1: Ended(-signal.SIGTERM)}, tmp_path)
+    assert (cause.rank, cause.exit_code) == (1, code)
+
+
 def test_a_stopped_rank_that_another_one_killed_is_not_the_cause(tmp_path):
     write(tmp_path, 0, 100)
     (tmp_path / "run" / "0" / OTHERS).write_text(json.dumps({"before": [], "killed": [1]}))

@@ -115,7 +115,7 @@ def test_failures_of_scripts(folder):
     assert "torch.distributed.elastic" not in err
 
     code, _, err = results["exit"]
-    assert code == 7
+    assert code == 7, err
     assert "rank 1 ended with exit code 7" in err
 
     code, _, err = results["kill"]
