@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lr", type=float, help="the highest learning rate of the schedule (None: what suits the optimizer)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", default="runs", help="where logs and checkpoints go")
     return parser.parse_args()
 

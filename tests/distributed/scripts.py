@@ -32,7 +32,7 @@ def start(folder, *command, **variables):
     )
 
 
-def finish(process, timeout=60):
+def finish(process, timeout=150):
     """Exit code, standard output and standard error of a process that ends."""
     try:
         out, err = process.communicate(timeout=timeout)

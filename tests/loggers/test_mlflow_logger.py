@@ -15,8 +15,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from mlflow.store.tracking.file_store import FileStore
-from mlflow.tracking import MlflowClient
 
 import fabricamp.loggers.mlflow as own
 from fabricamp import Callback
@@ -24,6 +22,9 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.loggers import CSVLogger, MLFlowLogger
 from tests.small import Classifier, loader, quiet_trainer
+
+FileStore = pytest.importorskip("mlflow.store.tracking.file_store", reason="needs the package mlflow").FileStore
+MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient
 
 
 @pytest.fixture(autouse=True)

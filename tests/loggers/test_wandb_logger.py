@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
@@ -24,6 +22,9 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers import WandbLogger
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
+
+wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
 
 AXIS = "trainer/global_step"
 
