@@ -1,7 +1,5 @@
 """``python -m fabricamp``: the same as the command ``fabricamp``."""
 
-from __future__ import annotations
-
 import sys
 
 from fabricamp.cli import main

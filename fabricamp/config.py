@@ -6,9 +6,10 @@ import difflib
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
@@ -17,9 +18,6 @@ from fabricamp.errors import ConfigError, advice, meant, nearest
 from fabricamp.files import replace_text
 from fabricamp.module import TrainingModule
 from fabricamp.trainer import Trainer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 TARGET = "_target_"
 SECTIONS = {

@@ -8,12 +8,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Status = Literal["ok", "not here", "broken"]
 OLDEST_PYTHON = (3, 11)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from fabricamp.meanings import MEANINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import IO
 
 
 def mode_of(*, private: bool) -> int:

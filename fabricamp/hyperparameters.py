@@ -7,16 +7,13 @@ import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
 
 from fabricamp.checkpoint.plain import is_config, parts_of, resolved_config
 from fabricamp.environment import exposes, resolved
 from fabricamp.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import FrameType
 
 _CONSTRUCTORS = ("__init__", "__post_init__")
 

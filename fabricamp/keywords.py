@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from fabricamp.errors import UnknownArgumentError, meant, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class NamesKeywords:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Final
 
 _GPUS: Final = "write accelerator='gpu', devices={value}; for none accelerator='cpu'"
 _EPOCHS: Final = "write max_epochs={value}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
 from fabricamp.errors import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _PROFILER: Final = "run torch.profiler around fit or in a Callback"
 _SHARDED: Final = "models larger than a GPU are not offered; precision='O2' or 'O5' keeps half weights and fp32 masters"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fabricamp.errors import ConfigError, meant, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Part = TypeVar("Part")
 

@@ -7,14 +7,12 @@ import hashlib
 import logging
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LOG = logging.getLogger(__name__)
 _SEED = "FABRICAMP_GLOBAL_SEED"

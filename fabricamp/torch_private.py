@@ -7,7 +7,9 @@ be, so :data:`ATTRIBUTES` lists them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
@@ -19,10 +21,6 @@ from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 __all__ = [
     "ATTRIBUTES",

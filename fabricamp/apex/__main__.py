@@ -9,14 +9,12 @@ import os
 import pkgutil
 import runpy
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fabricamp.apex.install import install, share_with_children
 from fabricamp.errors import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _SPELLINGS: Final = ("--local_rank", "--local-rank")
 _USAGE: Final = """usage: python -m fabricamp.apex [-m] script [arguments]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec
+from typing import Any, Final
 
 _SHARDED: Final = "use torch.distributed.optim.ZeroRedundancyOptimizer or torch.distributed.fsdp"
 _ATTENTION: Final = "use torch.nn.functional.scaled_dot_product_attention"

@@ -7,12 +7,10 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import ModuleType
+from typing import Final
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["install", "share_with_children"]
 

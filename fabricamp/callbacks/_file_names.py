@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import string
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class FileName:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.checkpoint import how_far, read_header
 from fabricamp.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 WRITTEN_BY = "written_by"
 """The key of a checkpoint that names the attempt of the ModelCheckpoint that wrote it."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from typing import Any
 
 _NEWEST = 2
 """So many of the newest files stay whatever their score: the very newest may be the one that the disk loses."""

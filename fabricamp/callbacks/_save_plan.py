@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

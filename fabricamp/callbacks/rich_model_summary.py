@@ -1,7 +1,5 @@
 """Lightning's path to RichModelSummary, which is ModelSummary: that is a table already."""
 
-from __future__ import annotations
-
 from fabricamp.callbacks.model_summary import ModelSummary as RichModelSummary
 
 __all__ = ["RichModelSummary"]

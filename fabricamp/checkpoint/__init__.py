@@ -1,7 +1,5 @@
 """Checkpoints: what they may hold, the file and where it lies, others' layouts, and writing beside training."""
 
-from __future__ import annotations
-
 from fabricamp.checkpoint.background import BackgroundWriter, HostCopy
 from fabricamp.checkpoint.content import check_content
 from fabricamp.checkpoint.file import (

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fabricamp.checkpoint.content import tensors_in
 from fabricamp.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class HostCopy:

@@ -10,8 +10,9 @@ import pickle
 import secrets
 import stat
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import torch
 
@@ -23,9 +24,6 @@ from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.seal import SealingFile, check_members, is_sealed
 from fabricamp.errors import CheckpointError, nearest
 from fabricamp.files import create
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PARTIAL_SUFFIX = ".ckpt.partial"
 """How the (hidden) name of a file ends that is still being written, or was when its writer was killed."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ON_THIS_MACHINE = ("file://", "local://")
 

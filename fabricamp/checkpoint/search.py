@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fabricamp.checkpoint import places
 from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("fabricamp")
 

@@ -8,17 +8,15 @@ import enum
 import os
 import sys
 import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import Tensor
 
 from fabricamp.checkpoint.plain import name_of
 from fabricamp.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Rebuilt(typing.NamedTuple):

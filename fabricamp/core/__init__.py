@@ -1,7 +1,5 @@
 """Lightning's names for what a user subclasses; docs/from-lightning.md has the table of such names."""
 
-from __future__ import annotations
-
 from fabricamp.core.datamodule import LightningDataModule
 from fabricamp.core.module import LightningModule
 

@@ -1,7 +1,5 @@
 """Lightning's path to what ``self.optimizers()`` gives."""
 
-from __future__ import annotations
-
 from fabricamp.engine.optimizer_setup import ManagedOptimizer as LightningOptimizer
 
 __all__ = ["LightningOptimizer"]

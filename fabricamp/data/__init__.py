@@ -1,7 +1,5 @@
 """Data on its way to the step: samplers that resume, loaders wired for the ranks, the feed to the device."""
 
-from __future__ import annotations
-
 from fabricamp.data.combined import CombinedLoader, combine
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
 from fabricamp.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1

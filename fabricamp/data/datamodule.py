@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp.checkpoint import read_checkpoint
@@ -12,12 +15,6 @@ from fabricamp.checkpoint.arguments import DATA, build
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import HyperparametersMixin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    import torch
 
 
 class DataModule(HyperparametersMixin):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Generator, Tensor
-    from torch.utils.data import RandomSampler
+from torch import Generator, Tensor
+from torch.utils.data import RandomSampler
 
 DRAWN = "drawn"
 SEEDED = "seeded"

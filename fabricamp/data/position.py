@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from fabricamp.data.orders import Draw
 from fabricamp.data.samplers import TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.rng import isolate_rng, restore_rng
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
 
 
 def own_sampler(loader: Any) -> TrainSampler | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 class NotedIndices:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
 
+import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 

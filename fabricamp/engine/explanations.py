@@ -6,18 +6,14 @@ import inspect
 import itertools
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from fabricamp.errors import advice
 from fabricamp.module import TrainingModule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
 
 _UNKNOWN_OPTION = re.compile(r"TrainingModule\.log\(\) got an unexpected keyword argument '(\w+)'")
 _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type .* should be the same")

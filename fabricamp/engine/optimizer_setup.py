@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.optimizers.parameters import owned_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Module
 
@@ -18,9 +19,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _LOG = logging.getLogger("fabricamp")
 _NEAR = 0.85

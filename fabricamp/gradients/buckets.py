@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from typing import NamedTuple
 
 
 class Piece(NamedTuple):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fabricamp import ops
@@ -21,11 +23,6 @@ from fabricamp.gradients.buckets import Piece, plan_messages
 from fabricamp.gradients.sums import RankSums
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.layouts import is_dense
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    import torch.distributed as dist
 
 _grad: Final = operator.attrgetter("grad")
 _ALIGNMENT: Final = 64  # elements: a slot starts where a kernel can load 16 bytes at once, whatever the dtype

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
+from torch import Tensor
 
 
 class RankSums:

@@ -1,7 +1,5 @@
 """Where this process stands among others, which devices it may use, and how further processes are started."""
 
-from __future__ import annotations
-
 from fabricamp.launch.devices import resolve_devices
 from fabricamp.launch.environment import check_environment, detect
 from fabricamp.launch.failures import TERMINATED

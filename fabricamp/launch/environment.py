@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from fabricamp.errors import ConfigError
 from fabricamp.launch.recording import report_uncaught
 from fabricamp.launch.starter import STARTED_BY, end_with_starter
 from fabricamp.strategies.base import Environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")

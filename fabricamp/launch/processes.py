@@ -10,8 +10,9 @@ import pickle
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -20,9 +21,6 @@ from fabricamp.launch.agent import ENDINGS, run_agent
 from fabricamp.launch.failures import as_error, find_cause
 from fabricamp.launch.start import check_fork, rerun_command
 from fabricamp.launch.starter import end_with_starter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FORK_SECONDS = 60
 

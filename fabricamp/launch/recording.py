@@ -8,14 +8,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from fabricamp.launch.starter import STARTED_BY
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
 
 OTHERS = "others.json"
 """What a worker knows of the others, beside its error file, which torch's agent may write again."""

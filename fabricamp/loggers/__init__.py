@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.csv import CSVLogger
 from fabricamp.loggers.mlflow import MLFlowLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.loggers.wandb import WandbLogger
-
-if TYPE_CHECKING:
-    from typing import NoReturn
 
 __all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 

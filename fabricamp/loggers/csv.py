@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import threading
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.growing_file import GrowingFile, sync
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.trouble import reason_of
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _STEP = "step"
 _MOST_ROWS = 10_000

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fabricamp.loggers.base import Logger
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from fabricamp.files import mode_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class GrowingFile:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger, Silent
 from fabricamp.loggers.run_folder import writes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["DummyLogger", "Logger", "rank_zero_experiment"]
 

@@ -8,8 +8,9 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
@@ -18,9 +19,6 @@ from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Outbox, in_time
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.say_once import say_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 ANSWER_SECONDS = 10.0
 """How long the begin of a run waits for the server; what is logged waits for it in memory."""

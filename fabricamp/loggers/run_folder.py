@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +16,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.files import replace_text
 from fabricamp.first_rank import started_rank
 from fabricamp.loggers.base import Logger
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _HYPERPARAMETERS = "hparams.yaml"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Callable, Collection
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.nn.sync_batch_norm import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
 from fabricamp.torch_private import AnyBatchNorm
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import nn
+from torch import Tensor, nn
 
 from fabricamp.ops.cross_entropy import CrossEntropyRule, check_rule, fused_cross_entropy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SoftmaxCrossEntropyLoss(nn.Module):

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from numbers import Integral
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.norm.normalization import layer_norm, rms_norm
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
 
 # torch.fx sees a norm as one operation, as it sees torch's.
 torch.fx.wrap("layer_norm")

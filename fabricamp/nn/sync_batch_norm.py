@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.batch_norm.exchange import BatchNormExchange
 from fabricamp.ops.batch_norm.sync_batch_norm import sync_batch_norm
 from fabricamp.torch_private import AnyBatchNorm
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
 
 
 class SyncBatchNorm(AnyBatchNorm):

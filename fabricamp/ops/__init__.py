@@ -3,8 +3,6 @@
 One op is one module here (the public function, its torch reference, its launch), one file in ``kernels/``, one test module.
 """
 
-from __future__ import annotations
-
 from fabricamp.ops.adagrad import AdagradRule, adagrad
 from fabricamp.ops.adam import AdamRule, adam
 from fabricamp.ops.batch_norm.sync_batch_norm import sync_batch_norm

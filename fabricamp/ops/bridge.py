@@ -7,17 +7,15 @@ import functools
 import operator
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fabricamp.torch_private import current_stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _MOST_CALLS: Final = 256
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT

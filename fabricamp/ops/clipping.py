@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from fabricamp.errors import NonFiniteError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.statistics import l2norm
 from fabricamp.ops.tensors import scale
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = 1e-6  # torch's adds the same

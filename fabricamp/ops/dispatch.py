@@ -11,8 +11,9 @@ import functools
 import itertools
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -27,9 +28,6 @@ from fabricamp.torch_private import (
     is_batched_gradient,
     tracing_state,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 SHIPPED: Final = Path(__file__).parent / "dispatch.json"
 MEASURED: Final = {"layer_norm": "layer_norm", "rms_norm": "rms_norm", "cross_entropy": "fused_cross_entropy"}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.table import Table
 from fabricamp.ops.tensors import scale
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 class Gather:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:

@@ -11,23 +11,20 @@ import ctypes
 import os
 import socket
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fabricamp.errors import DistributedError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.pinned import pinned_for_kernels
 from fabricamp.torch_private import symmetric_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, a ResNet-50's on two ranks."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fabricamp.ops.bridge import structure
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _FIELDS: Final = {field[0]: field[1] for field in structure("common.cuh", "StepState")._fields_}
 _NAMES: Final = tuple(_FIELDS)

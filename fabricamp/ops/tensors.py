@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.table import table_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 @torch.no_grad()

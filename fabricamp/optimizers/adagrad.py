@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import AdagradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class FusedAdagrad(FusedOptimizer):

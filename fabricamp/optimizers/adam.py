@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 from fabricamp.ops import AdamRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 class FusedAdam(FusedOptimizer):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -22,9 +23,6 @@ from fabricamp.optimizers.refusals import UnsupportedError
 from fabricamp.optimizers.rows import LAST, Known, Part, zero_gradients
 from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.optimizers.watched_state import ParameterState, WatchedState, watched
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")

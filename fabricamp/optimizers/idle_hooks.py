@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def let_hooks_idle(kind: type[Optimizer]) -> None:

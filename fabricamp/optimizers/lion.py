@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from fabricamp.ops import LionRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class FusedLion(FusedOptimizer):

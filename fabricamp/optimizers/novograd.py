@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Iterable
+from typing import Any, ClassVar, Final
 
 import torch
+from torch import Tensor
 
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.ops import NovoGradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
 
 _LARGEST: Final = {2: False, 0: True, math.inf: True}
 """Whether a norm is the largest absolute value, by ``norm_type``."""

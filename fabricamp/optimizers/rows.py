@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers.refusals import is_wrapper
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Value = TypeVar("Value")
 LAST: Final[Sequence[Tensor | None]] = []

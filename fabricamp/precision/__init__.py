@@ -1,7 +1,5 @@
 """Precisions: what dtype a module runs in, and how a loss becomes an update."""
 
-from __future__ import annotations
-
 from fabricamp.precision.base import PRECISIONS, Clip, Conversion, Precision
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.loss_scaler import Verdict

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.precision.casting import cast_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType, TracebackType
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 Rule = Literal["half", "float", "promote"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fabricamp import ops
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.loss_scaler import SLOTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 
 class Looked(NamedTuple):

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from collections import OrderedDict
+from types import TracebackType
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fabricamp.precision.casting import cast_floating
 from fabricamp.torch_private import current_backward, global_forward_pre_hooks
-
-if TYPE_CHECKING:
-    from collections import OrderedDict
-    from types import TracebackType
-
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 
 class _Calls(threading.local):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import AnyBatchNorm, AnyLoss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Value = TypeVar("Value")
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
 
 class FullValue:

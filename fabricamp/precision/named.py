@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,10 +10,6 @@ from fabricamp.errors import ConfigError, meant, nearest
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.level import OptLevel
 from fabricamp.precision.true import TruePrecision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 _LIGHTNINGS_NAMES = {"O0": "32-true", "O1": "16-mixed", "O4": "bf16-mixed"}
 _TRUE_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true", torch.float64: "64-true"}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 
 logger = logging.getLogger("fabricamp")
 

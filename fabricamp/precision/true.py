@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
 from fabricamp.precision.casting import cast_floating
 from fabricamp.precision.level import OptLevel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from torch import nn
 
 
 class TruePrecision(OptLevel):

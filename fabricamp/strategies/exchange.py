@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from fabricamp.gradients.buckets import Bucket, Piece, plan_messages
 from fabricamp.gradients.sums import RankSums
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 DEFAULT_BUCKET_MB = 25.0
 """torch's own bucket size."""

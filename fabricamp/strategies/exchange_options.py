@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.flat import Transport
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

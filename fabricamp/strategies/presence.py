@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 logger = logging.getLogger("fabricamp")
 

@@ -10,11 +10,11 @@ import math
 import os
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
@@ -22,9 +22,6 @@ from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import Environment, Strategy, check_reduction
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.torch_private import HashStore, PrefixStore, Store, default_store
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Value = TypeVar("Value")
 

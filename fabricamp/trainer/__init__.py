@@ -1,7 +1,5 @@
 """The Trainer, its arguments, and what it lets others see."""
 
-from __future__ import annotations
-
 from fabricamp.trainer.trainer import Trainer
 
 __all__ = ["Trainer"]

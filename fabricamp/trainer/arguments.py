@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricamp.data.lengths import check_limit
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 NO_LIMIT = -1
 """``max_epochs`` and ``max_steps`` of a training that something else ends."""

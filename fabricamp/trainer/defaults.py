@@ -6,12 +6,10 @@ import ast
 import functools
 import inspect
 import os
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
 
 from fabricamp.trainer.arguments import NO_LIMIT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Arguments = ParamSpec("Arguments")
 

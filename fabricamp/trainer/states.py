@@ -1,7 +1,5 @@
 """Lightning's path to what ``trainer.state`` is and holds."""
 
-from __future__ import annotations
-
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
 from fabricamp.state import RunState as TrainerState
 

@@ -1,7 +1,5 @@
 """Lightning's path to the error that a wrong argument, or combination of arguments, raises."""
 
-from __future__ import annotations
-
 from fabricamp.errors import ConfigError as MisconfigurationException
 
 __all__ = ["MisconfigurationException"]

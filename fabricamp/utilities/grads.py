@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 __all__ = ["grad_norm"]
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from fabricamp.rng import capture_rng, restore_rng, seed_everything
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["isolate_rng", "seed_everything"]
 

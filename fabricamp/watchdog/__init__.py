@@ -1,7 +1,5 @@
 """Watching over a run from beside it: any rank may ask to stop, and a rank that fails, hangs or is gone ends the run."""
 
-from __future__ import annotations
-
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code, ignore_at_exit, interrupts
 from fabricamp.watchdog.stop import StopAgreement

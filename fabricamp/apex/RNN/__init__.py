@@ -1,7 +1,5 @@
 """apex's recurrent networks, through torch's."""
 
-from __future__ import annotations
-
 from fabricamp.apex.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM
 
 __all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch import Tensor, cat
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["flatten", "unflatten"]
 

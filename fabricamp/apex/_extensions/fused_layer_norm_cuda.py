@@ -6,15 +6,12 @@ Means and inverse deviations are fp32, one per row.  With ``memory_efficient`` a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fabricamp.ops import layer_norm, rms_norm
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "backward",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fabricamp.apex.mlp.mlp import MlpFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["backward", "forward"]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.apex._multi_tensor.lists import checked, in_fp32, numbers, verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @torch.no_grad()

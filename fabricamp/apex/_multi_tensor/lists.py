@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,9 +12,6 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.layouts import is_dense
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Lists = list[list[Tensor]]
 _FLOATING: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})

@@ -1,7 +1,5 @@
 """apex's amp over fabricamp's precisions: ``initialize``, ``scale_loss``, and the names around them."""
 
-from __future__ import annotations
-
 from fabricamp.apex.amp import amp, compat, frontend, handle, lists, opt, rnn_compat, scaler, utils, wrap
 from fabricamp.apex.amp._amp_state import _amp_state, master_params
 from fabricamp.apex.amp.amp import (

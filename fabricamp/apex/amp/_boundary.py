@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 from fabricamp.precision.boundary import CALLS, Boundary
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 class _Outside(threading.local):

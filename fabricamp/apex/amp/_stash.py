@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero
@@ -21,11 +23,6 @@ from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, Gradient, pair
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 logger = logging.getLogger("fabricamp")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
@@ -11,10 +12,6 @@ from fabricamp.apex.amp._amp_state import AmpError, _amp_state, maybe_print, war
 from fabricamp.apex.amp._initialize import AmpTypeError, as_list, begin, release_all, stop_casts
 from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.precision.opt_levels import LEVELS, resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 __all__ = [
     "O0",

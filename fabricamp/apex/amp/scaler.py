@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,9 +13,6 @@ from fabricamp import ops
 from fabricamp.apex.amp._amp_state import maybe_print
 from fabricamp.precision import loss_scaler as device_scaler
 from fabricamp.precision.gradients import values_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 __all__ = ["LossScaler", "by_device"]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fabricamp.errors import ConfigError
 from fabricamp.precision.autocast import float_function, half_function, promote_function
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "BannedError",

@@ -1,7 +1,5 @@
 """apex's tools for half models in scripts that convert, scale and keep masters themselves."""
 
-from __future__ import annotations
-
 from fabricamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from fabricamp.apex.fp16_utils.fp16util import (
     BN_convert_float,

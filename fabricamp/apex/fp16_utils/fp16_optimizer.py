@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +20,6 @@ from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, pair
 from fabricamp.precision.master_weights import round_to
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 __all__ = ["FP16_Optimizer"]
 

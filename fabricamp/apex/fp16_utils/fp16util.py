@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,6 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.precision.casting import cast_floating, own_tensors
 from fabricamp.torch_private import AnyBatchNorm
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "BN_convert_float",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.precision.gradients import values_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["DynamicLossScaler", "LossScaler"]
 

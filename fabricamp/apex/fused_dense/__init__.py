@@ -1,7 +1,5 @@
 """apex's dense layers."""
 
-from __future__ import annotations
-
 from fabricamp.apex.fused_dense.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,6 @@ from torch.nn import functional as F
 
 from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
 from fabricamp.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
 

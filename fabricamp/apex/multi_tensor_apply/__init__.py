@@ -1,7 +1,5 @@
 """Calls functions of ``amp_C`` on lists of tensors."""
 
-from __future__ import annotations
-
 from fabricamp.apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]

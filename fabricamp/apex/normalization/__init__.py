@@ -1,7 +1,5 @@
 """apex's LayerNorm and RMSNorm."""
 
-from __future__ import annotations
-
 from fabricamp.apex.normalization.fused_layer_norm import (
     FusedLayerNorm,
     FusedRMSNorm,

@@ -1,7 +1,5 @@
 """apex's fused optimizers: fabricamp's, with apex's layout of state besides and the attributes that scripts read."""
 
-from __future__ import annotations
-
 from fabricamp.apex.optimizers.fused_adagrad import FusedAdagrad
 from fabricamp.apex.optimizers.fused_adam import FusedAdam
 from fabricamp.apex.optimizers.fused_lamb import FusedLAMB

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import OverflowBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["FusedAdagrad"]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import StepInGroup
 from fabricamp.optimizers import FusedOptimizer, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["FusedAdam"]
 

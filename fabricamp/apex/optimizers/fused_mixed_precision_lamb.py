@@ -1,7 +1,5 @@
 """apex's FusedMixedPrecisionLamb."""
 
-from __future__ import annotations
-
 from fabricamp import optimizers
 
 __all__ = ["FusedMixedPrecisionLamb"]

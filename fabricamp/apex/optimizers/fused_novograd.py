@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import StepInGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["FusedNovoGrad"]
 

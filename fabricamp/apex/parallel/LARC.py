@@ -1,7 +1,5 @@
 """LARC where apex had it: in a module of its own name, which is what ``apex.parallel.LARC`` is."""
 
-from __future__ import annotations
-
 from fabricamp import optimizers
 
 __all__ = ["LARC"]

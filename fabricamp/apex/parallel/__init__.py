@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.nn import Module as AnyModule
 
 from fabricamp import nn
 from fabricamp.apex.parallel import LARC
 from fabricamp.apex.parallel.distributed import DistributedDataParallel, Reducer
 from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 from fabricamp.nn import create_syncbn_process_group
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.nn import Module as AnyModule
 
 __all__ = [
     "LARC",

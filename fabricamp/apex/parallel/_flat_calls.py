@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fabricamp.apex._extensions.apex_C import flatten, unflatten
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "apply_flat_dist_call",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -15,11 +17,6 @@ from torch.nn.modules.module import (
 from fabricamp.gradients.flat import FlatGradients, Transport
 from fabricamp.strategies.exchange_options import indices_of_triggers
 from fabricamp.strategies.presence import Differences
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 _kind: Final = operator.attrgetter("requires_grad", "dtype", "device")
 _MOST_FLATS: Final = 4

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def on_backward(output: Any, run: Callable[[], None]) -> bool:

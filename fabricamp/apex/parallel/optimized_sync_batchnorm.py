@@ -1,7 +1,5 @@
 """SyncBatchNorm where apex had it; there is one class."""
 
-from __future__ import annotations
-
 from fabricamp import nn
 
 __all__ = ["SyncBatchNorm"]

@@ -1,7 +1,5 @@
 """Lightning's path to progress bars."""
 
-from __future__ import annotations
-
 from fabricamp.callbacks.progress.rich_progress import RichProgressBar
 from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
 from fabricamp.callbacks.progress_bar import ProgressBar

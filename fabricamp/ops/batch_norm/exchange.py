@@ -6,16 +6,14 @@ import itertools
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.peer_memory import Workspace, WorkspaceSlot, obstacle_on, workspace_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 VARIABLE: Final = "FABRICAMP_SYNCBN_EXCHANGE"
 EXCHANGES: Final = ("peer", "collective")

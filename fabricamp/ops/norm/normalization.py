@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from operator import index
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +23,6 @@ from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm.kernels import Statistics
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.torch_private import exporting
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
 _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 

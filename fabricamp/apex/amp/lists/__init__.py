@@ -6,12 +6,10 @@ it removes is not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 from fabricamp.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "beside_autocast",

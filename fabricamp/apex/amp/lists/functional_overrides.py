@@ -1,7 +1,5 @@
 """Functions of ``torch.nn.functional`` that O1 casts."""
 
-from __future__ import annotations
-
 from torch.nn import functional
 
 __all__ = ["BANNED_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]

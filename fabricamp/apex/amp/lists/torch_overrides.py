@@ -1,7 +1,5 @@
 """Functions of ``torch`` that O1 casts."""
 
-from __future__ import annotations
-
 import torch
 
 __all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]

@@ -1,7 +1,5 @@
 """Clipping by norm in two passes over memory."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.clip_grad.clip_grad import clip_grad_norm_
 
 __all__ = ["clip_grad_norm_"]

@@ -1,7 +1,5 @@
 """The focal loss of detectors: as in apex, ``from apex.contrib.focal_loss import focal_loss`` gives the module."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.focal_loss import focal_loss
 
 __all__ = ["focal_loss"]

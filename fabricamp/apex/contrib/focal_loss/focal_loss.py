@@ -1,7 +1,5 @@
 """``focal_loss`` where apex had it."""
 
-from __future__ import annotations
-
 from fabricamp.ops import focal_loss
 
 __all__ = ["FocalLoss", "focal_loss"]

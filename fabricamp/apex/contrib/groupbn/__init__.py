@@ -1,7 +1,5 @@
 """BatchNorm over groups of ranks, channels last."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC
 
 __all__ = ["BatchNorm2d_NHWC"]

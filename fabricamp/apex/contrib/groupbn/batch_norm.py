@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["BatchNorm2d_NHWC"]
 

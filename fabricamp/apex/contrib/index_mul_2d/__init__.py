@@ -1,7 +1,5 @@
 """Rows of one matrix, picked by an index, times those of another."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.index_mul_2d.index_mul_2d import index_mul_2d
 
 __all__ = ["index_mul_2d"]

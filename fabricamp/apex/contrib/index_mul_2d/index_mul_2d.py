@@ -1,7 +1,5 @@
 """``index_mul_2d`` where apex had it."""
 
-from __future__ import annotations
-
 from fabricamp.ops import index_mul_2d
 
 __all__ = ["index_mul_2d"]

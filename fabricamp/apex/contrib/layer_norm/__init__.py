@@ -1,7 +1,5 @@
 """LayerNorm by its name in apex.contrib."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.layer_norm.layer_norm import FastLayerNorm
 
 __all__ = ["FastLayerNorm"]

@@ -1,7 +1,5 @@
 """Weights with two zeros in four, which sparse tensor cores run at twice the speed."""
 
-from __future__ import annotations
-
 from fabricamp.apex.contrib.sparsity.asp import ASP
 from fabricamp.apex.contrib.sparsity.sparse_masklib import create_mask
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fabricamp.apex.contrib.sparsity.sparse_masklib import create_mask
 from fabricamp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.optim import Optimizer
 
 __all__ = ["ASP"]
 
