@@ -45,7 +45,7 @@ ifeq ($(HAS_GPU)$(shell uname -s),Linux)
 endif
 	@touch $@
 
-demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came out and where it is
+demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came out, where it is, and a picture
 	@$(BIN)/python examples/digits/train.py
 
 # What forks processes cannot share one with what uses a GPU.

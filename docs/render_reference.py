@@ -238,9 +238,9 @@ def classes(part: Any, base: type) -> list[tuple[str, type]]:
 
 
 def rest() -> list[str]:
-    from fabricamp import OptLevel, clip_grad_norm_, seed_everything
+    from fabricamp import OptLevel, clip_grad_norm_, runs, seed_everything
 
-    functions = {"seed_everything": seed_everything, "clip_grad_norm_": clip_grad_norm_}
+    functions = {"seed_everything": seed_everything, "clip_grad_norm_": clip_grad_norm_, "runs.plot": runs.plot}
     rows = [[call_of(name, one), Doc(one).first] for name, one in functions.items()]
     kinds = {f"{part.__name__}.{name}": getattr(part, name) for part in (optimizers, nn) for name in part.__all__}
     rows += [

@@ -1,4 +1,4 @@
-"""The command ``fabricamp``: fit, validate, test and predict from a configuration file, and a doctor for the machine."""
+"""The command ``fabricamp``: runs from a configuration file, pictures of runs, and a doctor for the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "doctor")
+COMMANDS = (*RUNS, "plot", "doctor")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -49,6 +49,7 @@ examples:
   fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
   fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
+  fabricamp plot runs/version_0 runs/version_1 --out both.png
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
@@ -67,10 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_command(arguments[0])
         # Unknown options go to the overrides, whose error says how these are written.
         options, unknown = parser.parse_known_args(arguments)
-        if options.command != "doctor":
+        if options.command in RUNS:
             return _run(options.command, options.config, [*options.overrides, *unknown])
         if unknown:
-            parser.error(f"doctor takes --measure alone, given: {' '.join(unknown)}")
+            taken = "--measure alone" if options.command == "doctor" else "what `fabricamp plot --help` shows"
+            parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
+        if options.command == "plot":
+            return _plot(options)
         return _doctor(options.measure)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
@@ -110,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
+    _add_plot(commands)
     about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
     doctor = commands.add_parser(
         "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
@@ -120,6 +125,28 @@ def _parser() -> argparse.ArgumentParser:
         help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
     )
     return parser
+
+
+def _add_plot(commands: Any) -> None:
+    about = "draw what runs logged: losses, learning rate, loss scale and skipped steps, gradient norm, throughput"
+    plot = commands.add_parser("plot", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or a CSV or event file in it")
+    plot.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too (needs matplotlib)")
+    plot.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="what to draw instead; may be given several times"
+    )
+    plot.add_argument(
+        "--smooth", type=float, default=0.6, metavar="SHARE", help="0 (raw values alone) to below 1; 0.6 by default"
+    )
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from fabricamp.runs import plot
+
+    plot(options.runs, out=options.out, metrics=options.metric, smooth=options.smooth)
+    if options.out:
+        print(f"picture: {options.out}")
+    return 0
 
 
 def _examples_of(command: str) -> str:

@@ -12,6 +12,7 @@ from digits import DigitsClassifier, DigitsData
 from fabricamp import Callback, Trainer, TrainingModule, seed_everything
 from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint
 from fabricamp.loggers import TensorBoardLogger
+from fabricamp.runs import plot
 
 
 class Stopwatch(Callback):
@@ -67,6 +68,7 @@ def main() -> None:
     (result,) = trainer.test(module, datamodule=data, verbose=False)
     if trainer.is_global_zero:
         report(result["test_accuracy"], steps_per_second, checkpoint, logs, options.precision)
+        plot([logs], metrics=["train_loss_step", "val_accuracy"])
 
 
 def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str, precision: str) -> None:

@@ -72,11 +72,11 @@ class EventFile:
         before.append((found, size))
         if self._file.size:
             before.append((self._file.path, None))
-        behind = [event for path in others if path.name > name for event in _read(path)]
-        behind += _read(found, since=size)
+        behind = [event for path in others if path.name > name for event in read_events(path)]
+        behind += read_events(found, since=size)
         steps = [event.step for event in behind if event.HasField("summary")]
         if steps:
-            self.purge(min(steps), [event for path, end in before for event in _read(path, until=end)])
+            self.purge(min(steps), [event for path, end in before for event in read_events(path, until=end)])
         return True
 
     def purge(self, step: int, written: list[Any] | None = None) -> None:
@@ -199,7 +199,7 @@ def _record(event: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _read(path: Path, since: int = 0, until: int | None = None) -> Iterator[Any]:
+def read_events(path: Path, since: int = 0, until: int | None = None) -> Iterator[Any]:
     """The events of a file between two places; a last one that is not whole is left out."""
     content = path.read_bytes()[:until]
     while len(content) >= since + 12:

@@ -27,10 +27,11 @@ NOT_RUN = {
     "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py": "two machines",
 }
 RUN = {
-    "make demo": "best checkpoint",
+    "make demo": "val_accuracy  last",
     ".venv/bin/fabricamp doctor": "python",
     ".venv/bin/fabricamp fit examples/digits/config.yaml trainer.max_epochs=5 trainer.devices=2 module.lr=0.1": "epoch 5/5",
     ".venv/bin/fabricamp test examples/digits/config.yaml ckpt_path=best": "test_accuracy",
+    ".venv/bin/fabricamp plot runs/digits/version_0 runs/digits/version_1": "+ version_1",
 }
 """What each command prints among other things."""
 

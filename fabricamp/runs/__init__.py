@@ -1,0 +1,45 @@
+"""Runs that are on disk: what they logged, as pictures in the terminal and in files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["plot"]
+
+
+def plot(
+    runs: Sequence[str | Path], *, out: str | Path | None = None, metrics: Sequence[str] = (), smooth: float = 0.6
+) -> None:
+    """Draws what runs logged in the terminal, one over the other, and into a file where ``out`` says so.
+
+    Panels: loss of training and of validation, learning rate, loss scale with the skipped steps marked, gradient norm and
+    throughput, as far as they were logged; TensorBoard's events have a time, which gives the steps per second where no
+    throughput was logged.
+
+    Args:
+        runs: folders of runs, or the event or CSV files in them.
+        out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``).
+        metrics: names to draw in place of these panels.
+        smooth: how much of the mean before stays with each value, 0 to below 1; raw values are drawn beside it.
+
+    Raises:
+        ConfigError: where nothing was logged, a name is not known, or matplotlib is missing.
+
+    Example:
+        >>> plot(["runs/digits/version_0", "runs/digits/version_1"], out="both.png")  # doctest: +SKIP
+    """
+    from fabricamp.runs.image import check_out, save
+    from fabricamp.runs.panels import choose
+    from fabricamp.runs.reading import read_runs
+    from fabricamp.runs.text import show
+
+    if out is not None:
+        check_out(out)
+    panels = choose(read_runs(runs), metrics, smooth)
+    show(panels)
+    if out is not None:
+        save(panels, out)

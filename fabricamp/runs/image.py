@@ -1,0 +1,72 @@
+"""Pictures in files, by matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.runs.panels import Line, Panel
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_out(out: str | Path) -> Path:
+    """Returns the path; raises :class:`ConfigError` where no picture can be written to it."""
+    path = Path(out).expanduser()
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"out={str(out)!r}: give a file that ends in {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{path.name} is drawn by matplotlib, which is not installed: pip install 'fabricamp[plot]', or leave --out away "
+            "for the picture in the terminal"
+        )
+    return path
+
+
+def save(panels: Sequence[Panel], out: str | Path) -> None:
+    """Writes the panels, one below the other, to a .png, .svg or .pdf file."""
+    path = check_out(out)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 2.2 * len(panels)), layout="constrained")
+    rows = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    runs = list(dict.fromkeys(line.run for panel in panels for line in panel.lines))
+    for axes, panel in zip(rows, panels, strict=True):
+        _draw(axes, panel, runs)
+    rows[-1].set_xlabel("step")
+    if len(runs) > 1:
+        handles = {line.get_label(): line for axes in rows for line in axes.get_lines() if line.get_label() in runs}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper left")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; give another file") from error
+
+
+def _draw(axes: Any, panel: Panel, runs: Sequence[str]) -> None:
+    names = list(dict.fromkeys(line.metric for line in panel.lines))
+    axes.set_title(
+        panel.title if names == [panel.title] else f"{panel.title}: {', '.join(names)}", loc="left", size="medium"
+    )
+    axes.grid(alpha=0.3)
+    if panel.logarithmic:
+        axes.set_yscale("log", base=2)
+    for line in panel.lines:
+        _draw_line(axes, line, f"C{runs.index(line.run) % 10}")
+
+
+def _draw_line(axes: Any, line: Line, colour: str) -> None:
+    steps, values = line.curve.steps, line.curve.values
+    marker = "." if len(steps) == 1 else ""
+    if line.smoothed:
+        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, line.smoothed or values, color=colour, label=line.run, marker=marker)
+    if line.skipped:
+        bottom = [0.04] * len(line.skipped)
+        axes.plot(line.skipped, bottom, "x", color=colour, transform=axes.get_xaxis_transform(), label="skipped steps")

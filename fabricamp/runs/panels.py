@@ -1,0 +1,183 @@
+"""Chooses what of the runs stands in which panel of a picture, and smooths it."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.runs.reading import Curve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fabricamp.runs.reading import Run
+
+_FEWEST_TO_SMOOTH = 8
+_EVALUATION = re.compile(r"(^|[/_.])(val|valid|validation|eval|test)([/_.]|$)")
+_PACE = re.compile(r"throughput|(samples|steps|batches|items|tokens|it)(/s|_per_s)", re.IGNORECASE)
+
+
+class Line(NamedTuple):
+    """One metric of one run; ``smoothed`` is empty where it is drawn as it is."""
+
+    run: str
+    metric: str
+    curve: Curve
+    smoothed: list[float]
+    skipped: list[int]
+    """The steps by which gradients had overflowed once more."""
+
+
+class Panel(NamedTuple):
+    """Lines over one axis, which counts powers of two where it is ``logarithmic``."""
+
+    title: str
+    lines: list[Line]
+    logarithmic: bool = False
+
+
+def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6) -> list[Panel]:
+    """Returns the panels of a picture; raises :class:`ConfigError` where there is nothing to draw."""
+    if not 0 <= smooth < 1:
+        raise ConfigError(f"smooth={smooth:g}: choose 0 (raw values alone) to below 1")
+    known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    for name in metrics:
+        if name not in known:
+            raise ConfigError(f"no run logged {name!r}{nearest(name, known)} (logged: {', '.join(known) or 'nothing'})")
+    if metrics:
+        return [_panel(name, [(run, name) for run in runs if name in run.curves], smooth) for name in metrics]
+    panels = [
+        _panel("loss", _each(runs, _training_loss), smooth),
+        _panel("validation loss", _each(runs, _validation_loss), 0.0),
+        _panel("learning rate", _each(runs, _rate), 0.0),
+        _panel("loss scale", _each(runs, _scale), 0.0, logarithmic=True),
+        _panel("gradient norm", _each(runs, _gradient_norm), smooth),
+        _throughput(runs, smooth),
+    ]
+    panels = [one for one in panels if one.lines]
+    if not panels:
+        raise ConfigError(
+            f"no run logged a loss, a learning rate or their kin; name what to draw by --metric (logged: {', '.join(known)})"
+        )
+    return panels
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Returns the mean of the values so far, older ones counting ``weight`` times as much as the next; inf and nan are passed over.
+
+    >>> smoothed([1.0, 1.0, 4.0], 0.5)
+    [1.0, 1.0, 2.7142857142857144]
+    """
+    total = norm = 0.0
+    means = []
+    for value in values:
+        if abs(value) < float("inf"):
+            total, norm = total * weight + value, norm * weight + 1
+        means.append(total / norm if norm else value)
+    return means
+
+
+# -- which metric is what ----------------------------------------------------------------------------------------------------------
+
+
+def _training_loss(names: Sequence[str]) -> str | None:
+    return _main([one for one in names if _is_loss(one) and not _EVALUATION.search(one)])
+
+
+def _validation_loss(names: Sequence[str]) -> str | None:
+    return _main([one for one in names if _is_loss(one) and _EVALUATION.search(one)])
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name.lower() and "scale" not in name.lower()
+
+
+def _rate(names: Sequence[str]) -> str | None:
+    rates = [one for one in names if re.search(r"(^|[/_.])(lr|learning_rate)([-/]|$)", one)]
+    return _main([one for one in rates if not one.endswith(("-momentum", "-weight_decay"))], first=True)
+
+
+def _scale(names: Sequence[str]) -> str | None:
+    return _main([one for one in names if re.search(r"(^|[/_.])(loss_)?scale$", one)])
+
+
+def _gradient_norm(names: Sequence[str]) -> str | None:
+    norms = [one for one in names if "grad" in one.lower() and "norm" in one.lower()]
+    return _main([one for one in norms if "total" in one] or norms)
+
+
+def _pace(names: Sequence[str]) -> str | None:
+    return _main([one for one in names if _PACE.search(one)])
+
+
+def _main(names: Sequence[str], *, first: bool = False) -> str | None:
+    """The one to show: ``loss_step`` rather than ``loss_epoch``, ``loss`` rather than ``loss_of_a_part``."""
+    if first or not names:
+        return next(iter(names), None)
+    return min(names, key=lambda one: (len(re.sub(r"_(step|epoch)$", "", one)), one.endswith("_epoch")))
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------------------
+
+
+def _each(runs: Sequence[Run], find: Callable[[Sequence[str]], str | None]) -> list[tuple[Run, str]]:
+    found = [(run, find(list(run.curves))) for run in runs]
+    return [(run, name) for run, name in found if name is not None]
+
+
+def _panel(title: str, found: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:
+    lines = [_line(run.name, name, run.curves[name], smooth) for run, name in found]
+    if logarithmic:
+        lines = [
+            line._replace(skipped=_skipped_steps(run, name)) for line, (run, name) in zip(lines, found, strict=True)
+        ]
+        logarithmic = all(value > 0 for line in lines for value in line.curve.values)
+    return Panel(title, lines, logarithmic)
+
+
+def _line(run: str, name: str, curve: Curve, smooth: float) -> Line:
+    worth_it = smooth > 0 and len(curve.values) >= _FEWEST_TO_SMOOTH
+    return Line(run, name, curve, smoothed(curve.values, smooth) if worth_it else [], [])
+
+
+def _skipped_steps(run: Run, scale: str) -> list[int]:
+    """Where the count of skipped steps grew; without one, where the scale fell."""
+    counted = next((curve for name, curve in run.curves.items() if name.endswith("skipped_steps")), None)
+    if counted is None:
+        curve = run.curves[scale]
+        return [curve.steps[at] for at, (before, value) in enumerate(pairwise(curve.values), 1) if value < before]
+    grew = zip(counted.steps, pairwise([0.0, *counted.values]), strict=True)
+    return [step for step, (before, value) in grew if value > before]
+
+
+def _throughput(runs: Sequence[Run], smooth: float) -> Panel:
+    logged = _each(runs, _pace)
+    if logged:
+        return _panel("throughput", logged, smooth)
+    measured = [(run.name, _by_the_clock(run)) for run in runs]
+    return Panel("steps/s", [_line(name, "steps/s", curve, smooth) for name, curve in measured if curve.steps])
+
+
+def _by_the_clock(run: Run) -> Curve:
+    """Steps per second between the points of the metric that was logged most often.
+
+    Points that came together count as one: the last values of a run are all written at its end.
+    """
+    # The epoch stands beside the values of a later test too, which trained nothing.
+    timed = [curve for name, curve in run.curves.items() if curve.times and name != "epoch"]
+    longest = max(timed, key=lambda one: len(one.steps), default=None)
+    pace = Curve([], [], [])
+    if longest is None or len(longest.steps) < 3:
+        return pace
+    least = (longest.times[-1] - longest.times[0]) / len(longest.times) / 2
+    step, time = longest.steps[0], longest.times[0]
+    for next_step, next_time in zip(longest.steps, longest.times, strict=True):
+        if next_time - time <= max(least, 0.0):
+            continue
+        if next_step > step:
+            pace.steps.append(next_step)
+            pace.values.append((next_step - step) / (next_time - time))
+        step, time = next_step, next_time
+    return pace

@@ -1,0 +1,130 @@
+"""Reads what runs logged: TensorBoard's event files, or a CSV file."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CSV_FILE = "metrics.csv"
+_EVENTS = "*tfevents*"
+_DEPTH = 3
+"""So many folders below the one that is given are looked for runs: ``runs/name/version_0``."""
+
+
+class Curve(NamedTuple):
+    """The values of one metric, with the time of each where the log knows it."""
+
+    steps: list[int]
+    values: list[float]
+    times: list[float]
+
+
+class Run(NamedTuple):
+    """What one run logged; ``name`` tells it from the other runs of a picture."""
+
+    name: str
+    curves: dict[str, Curve]
+
+
+def read_runs(places: Sequence[str | Path]) -> list[Run]:
+    """Returns the runs in these folders or files; raises :class:`ConfigError` where nothing was logged."""
+    paths = [Path(place).expanduser() for place in places]
+    return [Run(name, read_curves(path)) for name, path in zip(_names(paths), paths, strict=True)]
+
+
+def read_curves(place: Path) -> dict[str, Curve]:
+    """Returns what was logged into a folder, or a file of it, by the metrics' names."""
+    if not place.exists():
+        raise ConfigError(f"{str(place)!r} is not there; give the folder of a run, such as runs/version_0")
+    events = sorted(place.glob(_EVENTS)) if place.is_dir() else [place] if "tfevents" in place.name else []
+    table = place / CSV_FILE if place.is_dir() else place
+    try:
+        if events:
+            return _curves(_from_events(events))
+        if table.is_file() and table.suffix == ".csv":
+            return _curves(_from_table(table))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{place} cannot be read as a log: {str(error) or type(error).__name__}") from error
+    raise ConfigError(f"{place} holds neither TensorBoard's events nor {CSV_FILE}{_runs_below(place)}")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether somebody has logged into this folder."""
+    return (folder / CSV_FILE).is_file() or any(folder.glob(_EVENTS))
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Returns the folders of runs in ``folder``, itself included, the oldest first."""
+    return sorted(_found(folder, _DEPTH), key=lambda one: (one.stat().st_mtime, str(one)))
+
+
+def _found(folder: Path, depth: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):  # what may not be listed holds no run of this user
+        if is_run(folder):
+            yield folder
+        for inner in folder.iterdir() if depth else ():
+            if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
+                yield from _found(inner, depth - 1)
+
+
+def _runs_below(place: Path) -> str:
+    found = find_runs(place) if place.is_dir() else []
+    return f"; runs below it: {', '.join(str(one) for one in found[-3:])}" if found else "; give the folder of a run"
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The paths without the parts that they all begin with."""
+    parts = [path.absolute().parts for path in paths]
+    common = 0
+    while all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
+        common += 1
+    return ["/".join(one[common:]) for one in parts]
+
+
+def _curves(points: Iterator[tuple[str, int, float, float | None]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for name, step, value, time in points:
+        curve = curves.setdefault(name, Curve([], [], []))
+        curve.steps.append(step)
+        curve.values.append(value)
+        if time is not None:
+            curve.times.append(time)
+    return curves
+
+
+def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, int, float, float | None]]:
+    """The points of event files in their order; a restart takes back what stood from its step on."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    from fabricamp.loggers.event_file import read_events
+
+    valid: list[Any] = []
+    try:
+        for event in (one for file in files for one in read_events(file)):
+            if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+                valid = [one for one in valid if one.step < event.step]
+            elif event.HasField("summary"):
+                valid.append(event)
+    except DecodeError as error:
+        raise ValueError("an event in it is damaged") from error
+    for event in valid:
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                yield value.tag, event.step, value.simple_value, event.wall_time
+
+
+def _from_table(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
+    with file.open(newline="", encoding="utf-8") as text:
+        for row in csv.DictReader(text):
+            step = int(float(row.pop("step")))
+            for name, value in row.items():
+                if name is not None and value:
+                    yield name, step, float(value), None

@@ -1,0 +1,164 @@
+"""Pictures in the terminal: lines of braille dots, or of one character for each run where there are no colours."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from fabricamp.runs.canvas import Canvas, frame_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fabricamp.runs.canvas import Cell
+    from fabricamp.runs.panels import Line, Panel
+
+_COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+_HEIGHTS = (9, 5)
+"""Rows of the first panel, and of the others."""
+_LABEL = 9
+
+
+class _Glyphs(NamedTuple):
+    """What a terminal can show: ``marks`` are those of the runs, ``lines`` says that one run is drawn in dots."""
+
+    marks: str
+    raw: str
+    axis: str
+    corner: str
+    dash: str
+    dots: bool
+
+
+_UNICODE = _Glyphs("•+xo*#", "·", "│", "└", "─", dots=True)
+_ASCII = _Glyphs("*+xo%#", ".", "|", "+", "-", dots=False)
+
+
+def show(panels: Sequence[Panel], console: Console | None = None) -> None:
+    """Prints the panels, as wide as the terminal."""
+    console = console or Console(highlight=False)
+    for line in _Picture(panels, console).lines():
+        console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+
+class _Picture:
+    def __init__(self, panels: Sequence[Panel], console: Console) -> None:
+        self._panels = panels
+        self._glyphs = _UNICODE if console.encoding.startswith("utf") else _ASCII
+        self._runs = list(dict.fromkeys(line.run for panel in panels for line in panel.lines))
+        coloured = console.color_system is not None and not console.no_color
+        self._in_dots = self._glyphs.dots and (coloured or len(self._runs) == 1)
+        self._width = max(console.width - _LABEL - 3, 20)
+        steps = [step for panel in panels for line in panel.lines for step in line.curve.steps]
+        self._steps = min(steps, default=0), max(steps, default=1)
+
+    def lines(self) -> Iterator[Text]:
+        if len(self._runs) > 1:
+            for run in self._runs:
+                yield Text.assemble((f"{self._mark(run)} ", self._colour(run)), run)
+        for number, panel in enumerate(self._panels):
+            yield from self._panel(panel, _HEIGHTS[min(number, 1)])
+
+    def _panel(self, panel: Panel, height: int) -> Iterator[Text]:
+        layers = [
+            (line, drawn, is_raw)
+            for is_raw in (True, False)
+            for line in panel.lines
+            for drawn in _drawn(line, panel, is_raw=is_raw)
+        ]
+        points = chain.from_iterable(drawn for _, drawn, _ in layers)
+        frame = frame_of(self._steps, [y for _, y in points if math.isfinite(y)])
+        canvas = Canvas(self._width, height, frame)
+        for layer, (_, drawn, _) in enumerate(layers):
+            canvas.draw(drawn, layer)
+        yield from self._title(panel)
+        styles = [(line.run, is_raw) for line, _, is_raw in layers]
+        for row, cells in enumerate(canvas.rows()):
+            share = 1 - row / (height - 1)
+            value = frame.low + (frame.high - frame.low) * share
+            label = _number(2**value if panel.logarithmic else value) if row in (0, height // 2, height - 1) else ""
+            yield self._row(label, cells, styles)
+        ends = f"{int(frame.left)}", f"step {int(frame.right)}"
+        between = self._glyphs.dash * max(self._width - sum(map(len, ends)) - 2, 1)
+        yield Text(f"{'':>{_LABEL}} {self._glyphs.corner}{ends[0]} {between} {ends[1]}", "dim")
+        yield from self._skips(panel, canvas)
+
+    def _title(self, panel: Panel) -> Iterator[Text]:
+        """What the panel shows, and of each run the last value and the lowest."""
+        several = len(self._runs) > 1
+        names = list(dict.fromkeys(line.metric for line in panel.lines))
+        head = Text.assemble((panel.title, "bold"), "" if names == [panel.title] else f"  {', '.join(names)}")
+        if not several:
+            yield Text.assemble(head, *((f"  {_summary(line)}", "dim") for line in panel.lines))
+            return
+        yield head
+        for line in panel.lines:
+            yield Text.assemble(
+                f"{'':>{_LABEL}} ", (f"{self._mark(line.run)} ", self._colour(line.run)), (_summary(line), "dim")
+            )
+
+    def _row(self, label: str, cells: Sequence[Cell | None], styles: Sequence[tuple[str, bool]]) -> Text:
+        text = Text.assemble((f"{label:>{_LABEL}} {self._glyphs.axis}", "dim"))
+        for cell in cells:
+            if cell is None:
+                text.append(" ")
+                continue
+            run, is_raw = styles[cell.layer]
+            text.append(
+                self._glyph(run, cell.dots, is_raw=is_raw), f"dim {self._colour(run)}" if is_raw else self._colour(run)
+            )
+        text.rstrip()
+        return text
+
+    def _glyph(self, run: str, dots: int, *, is_raw: bool) -> str:
+        if is_raw:
+            return self._glyphs.raw
+        return chr(0x2800 + dots) if self._in_dots else self._mark(run)
+
+    def _skips(self, panel: Panel, canvas: Canvas) -> Iterator[Text]:
+        several = len(self._runs) > 1
+        for line in panel.lines:
+            columns = {canvas.column(step) for step in line.skipped}
+            mark = self._mark(line.run) if several else "x"
+            marks = "".join(mark if column in columns else " " for column in range(max(columns, default=-1) + 1))
+            if marks:
+                yield Text(f"{'skipped':>{_LABEL}}  {marks}", self._colour(line.run) if several else "red")
+
+    def _mark(self, run: str) -> str:
+        return self._glyphs.marks[self._runs.index(run) % len(self._glyphs.marks)]
+
+    def _colour(self, run: str) -> str:
+        return _COLOURS[self._runs.index(run) % len(_COLOURS)]
+
+
+def _drawn(line: Line, panel: Panel, *, is_raw: bool) -> list[list[tuple[float, float]]]:
+    """The raw values where a smoothed line stands beside them; else that line, or the values themselves."""
+    if is_raw and not line.smoothed:
+        return []
+    values = line.curve.values if is_raw or not line.smoothed else line.smoothed
+    if panel.logarithmic:
+        values = [math.log2(value) if math.isfinite(value) else value for value in values]
+    return [[(float(step), value) for step, value in zip(line.curve.steps, values, strict=True)]]
+
+
+def _summary(line: Line) -> str:
+    finite = [
+        (value, step) for value, step in zip(line.curve.values, line.curve.steps, strict=True) if math.isfinite(value)
+    ]
+    if not finite:
+        return "no finite value"
+    (low, at_low), (high, _) = min(finite), max(finite)
+    parts = [
+        f"last {_number(line.curve.values[-1])}",
+        *([f"lowest {_number(low)} at step {at_low}"] if high > low else []),
+    ]
+    missing = len(line.curve.values) - len(finite)
+    return ", ".join([*parts, *([f"{missing} not finite"] if missing else [])])
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"

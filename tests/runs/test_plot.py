@@ -1,0 +1,207 @@
+"""`fabricamp plot`: what a real run logged, in the terminal and in files."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricamp import ConfigError, TrainingModule
+from fabricamp.callbacks import AmpState, LearningRateMonitor
+from fabricamp.cli import main
+from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from fabricamp.runs import plot
+from fabricamp.runs.canvas import Canvas, frame_of
+from fabricamp.runs.panels import choose, smoothed
+from fabricamp.runs.reading import Curve, Run, find_runs, read_curves, read_runs
+from fabricamp.runs.text import show
+from tests.small import quiet_trainer
+
+
+class Overflows(TrainingModule):
+    """Its first losses are too large for fp16 gradients at the first loss scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).float().square().mean() * 1000
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("grad_norm", 2 * loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).float().square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs, each in TensorBoard's events and as CSV."""
+    root = tmp_path_factory.mktemp("logged")
+    data = DataLoader(TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(0))), 4)
+    for _ in range(2):
+        quiet_trainer(
+            max_epochs=3,
+            precision="O2",
+            log_every_n_steps=2,
+            num_sanity_val_steps=0,
+            logger=[TensorBoardLogger(root, name="events"), CSVLogger(root, name="tables")],
+            callbacks=[AmpState(), LearningRateMonitor()],
+        ).fit(Overflows(), data, data)
+    return root
+
+
+def test_one_run_fills_eighty_columns_when_it_is_piped(runs, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["plot", str(runs / "events" / "version_0")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 78 <= max(map(len, lines)) <= 80
+    titles = [line.split("  ")[0] for line in lines if line[0] != " "]
+    assert titles == ["loss", "validation loss", "learning rate", "loss scale", "gradient norm", "steps/s"]
+    skips = next(line for line in lines if line.strip().startswith("skipped"))
+    assert skips.count("x") >= 5
+    assert any("\u2801" <= sign <= "\u28ff" for line in lines for sign in line)
+    assert "·" in "".join(lines), "raw values stand beside the smoothed line"
+
+
+def test_events_and_table_say_the_same(runs):
+    events, table = (read_curves(runs / kind / "version_0") for kind in ("events", "tables"))
+    for name in ("train_loss_step", "train_loss_epoch", "val_loss", "lr-SGD", "amp/loss_scale", "amp/skipped_steps"):
+        assert events[name].steps == table[name].steps
+        assert events[name].values == pytest.approx(table[name].values)
+        assert len(events[name].times) == len(events[name].steps)
+    assert table["val_loss"].times == []
+
+
+def test_a_table_without_times_has_no_pace(runs, capsys):
+    assert main(["plot", str(runs / "tables" / "version_0" / "metrics.csv")]) == 0
+    assert "steps/s" not in capsys.readouterr().out
+
+
+def test_several_runs_have_a_mark_each_where_there_are_no_colours(runs, capsys):
+    assert (
+        main(["plot", *(str(runs / "events" / f"version_{number}") for number in (0, 1)), "--metric", "val_loss"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["• version_0", "+ version_1"]
+    drawn = "".join(line.partition("│")[2] for line in lines)
+    assert {"•", "+"} <= set(drawn) <= {"•", "+", "·", " "}
+
+
+def test_colours_and_dots_on_a_terminal_and_neither_in_ascii(runs):
+    panels = choose(read_runs([runs / "events" / "version_0", runs / "events" / "version_1"]))
+    terminal = io.StringIO()
+    show(panels, Console(file=terminal, force_terminal=True, color_system="standard", width=60, highlight=False))
+    dots = {f"\x1b[33m{chr(0x2800 + one)}" for one in range(1, 256)}
+    assert any(one in terminal.getvalue() for one in dots)
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show(panels, Console(file=plain, width=60))
+    plain.seek(0)
+    assert max(len(line) for line in plain.read().splitlines()) <= 60
+
+
+def test_a_falling_line_falls_and_a_gap_stays_one():
+    canvas = Canvas(10, 3, frame_of((0, 9), [1.0, 0.0]))
+    canvas.draw([(0, 1.0), (4, 0.5), (5, float("nan")), (9, 0.0)], layer=0)
+    rows = ["".join(" " if cell is None else "*" for cell in row) for row in canvas.rows()]
+    assert rows == ["***       ", "  ***     ", "         *"]
+
+
+def test_a_constant_and_a_single_value_have_a_frame():
+    assert frame_of((3, 3), [2.0]) == (3, 4, 1.8, 2.2)
+    assert frame_of((0, 1), []) == (0, 1, -1.0, 1.0)
+
+
+def test_smoothing_passes_over_what_is_not_finite():
+    assert smoothed([2.0, float("nan"), 2.0, float("inf")], 0.9) == pytest.approx([2.0] * 4)
+    assert smoothed([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
+
+
+def test_skipped_steps_are_where_the_count_grew_or_else_the_scale_fell():
+    scale = Curve([1, 3, 5], [8.0, 4.0, 8.0], [])
+    counted = {"amp/loss_scale": scale, "amp/skipped_steps": Curve([1, 3, 5], [1.0, 1.0, 2.0], [])}
+    (panel,) = choose([Run("a", counted)])
+    assert panel.lines[0].skipped == [1, 5]
+    (panel,) = choose([Run("a", {"scale": scale})])
+    assert panel.lines[0].skipped == [3]
+
+
+def test_the_step_loss_of_the_whole_is_the_one_that_is_drawn():
+    curve = Curve([0], [1.0], [])
+    names = [
+        "train_loss_epoch",
+        "train_loss_of_a_part",
+        "train_loss_step",
+        "val/loss",
+        "loss_scale",
+        "lr-Adam/pg1",
+        "test_loss",
+    ]
+    panels = choose([Run("a", dict.fromkeys(names, curve))])
+    assert [panel.lines[0].metric for panel in panels] == ["train_loss_step", "val/loss", "lr-Adam/pg1", "loss_scale"]
+
+
+def test_what_a_restart_took_back_is_not_drawn(tmp_path):
+    for steps, purge in ((range(6), None), (range(3, 5), 3)):
+        logger = TensorBoardLogger(tmp_path, name="", version="run", purge_step=purge)
+        for step in steps:
+            logger.log_metrics({"loss": float(step)}, step)
+        logger.close()
+    assert read_curves(tmp_path / "run")["loss"].steps == [0, 1, 2, 3, 4]
+
+
+def test_pictures_in_files(runs, capsys):
+    pytest.importorskip("matplotlib", reason="the extra [plot] is not installed")
+    folders = [str(runs / "events" / f"version_{number}") for number in (0, 1)]
+    assert main(["plot", *folders, "--out", "both.png"]) == 0
+    assert "picture: both.png" in capsys.readouterr().out
+    assert Path("both.png").read_bytes().startswith(b"\x89PNG")
+    plot(folders, out="both.svg", metrics=["val_loss"], smooth=0)
+    assert "<!-- version_1 -->" in Path("both.svg").read_text()
+    with pytest.raises(ConfigError, match="cannot be written: No such file"):
+        plot(folders, out="nowhere/both.svg")
+
+
+def test_without_matplotlib_the_extra_is_named(runs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", str(runs / "events" / "version_0"), "--out", "x.png"]) == 2
+    assert "pip install 'fabricamp[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "'nowhere' is not there; give the folder of a run"),
+        (["empty"], "neither TensorBoard's events nor metrics.csv; give the folder of a run"),
+        (["damaged/metrics.csv"], "damaged/metrics.csv cannot be read as a log"),
+        (["damaged/events.out.tfevents.1"], "cannot be read as a log: an event in it is damaged"),
+        (["good", "--metric", "los"], "no run logged 'los'; did you mean 'loss'? (logged: loss)"),
+        (["good", "--smooth", "1"], "smooth=1: choose 0"),
+        (["good", "--out", "x.jpg"], "out='x.jpg': give a file that ends in .png"),
+        (["other"], "name what to draw by --metric (logged: accuracy)"),
+    ],
+)
+def test_a_mistake_says_what_to_change(words, message, capsys):
+    for folder in ("damaged", "good", "other", "empty"):
+        Path(folder).mkdir()
+    Path("good/metrics.csv").write_text("step,loss\n0,1.0\n")
+    Path("other/metrics.csv").write_text("step,accuracy\n0,1.0\n")
+    Path("damaged/metrics.csv").write_text("step,loss\nx,1.0\n")
+    Path("damaged/events.out.tfevents.1").write_bytes((4).to_bytes(8, "little") + b"\xff" * 12)
+    assert main(["plot", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_folder_above_names_the_runs_in_it(runs, capsys):
+    assert main(["plot", str(runs / "events")]) == 2
+    assert f"runs below it: {runs}/events/version_0, {runs}/events/version_1" in capsys.readouterr().err
+    assert [one.name for one in find_runs(runs)] == ["version_0", "version_0", "version_1", "version_1"]
