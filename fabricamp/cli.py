@@ -20,7 +20,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "plot", "doctor")
+COMMANDS = (*RUNS, "plot", "runs", "doctor")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -50,6 +50,7 @@ examples:
   fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
   fabricamp plot runs/version_0 runs/version_1 --out both.png
+  fabricamp runs runs                                 (the runs in this folder, and how they ended)
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
@@ -71,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command in RUNS:
             return _run(options.command, options.config, [*options.overrides, *unknown])
         if unknown:
-            taken = "--measure alone" if options.command == "doctor" else "what `fabricamp plot --help` shows"
+            taken = (
+                "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
+            )
             parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
-        if options.command == "plot":
-            return _plot(options)
-        return _doctor(options.measure)
+        return {"plot": _plot, "runs": _list_runs, "doctor": _doctor}[options.command](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
 
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
     _add_plot(commands)
+    _add_runs(commands)
     about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
     doctor = commands.add_parser(
         "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
@@ -138,6 +140,19 @@ def _add_plot(commands: Any) -> None:
     plot.add_argument(
         "--smooth", type=float, default=0.6, metavar="SHARE", help="0 (raw values alone) to below 1; 0.6 by default"
     )
+
+
+def _add_runs(commands: Any) -> None:
+    about = "list the runs below a folder: when they began, steps, best values, and how they ended"
+    runs = commands.add_parser("runs", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    runs.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="the current one by default")
+
+
+def _list_runs(options: argparse.Namespace) -> int:
+    from fabricamp.runs.listing import show
+
+    show(options.folder)
+    return 0
 
 
 def _plot(options: argparse.Namespace) -> int:
@@ -200,10 +215,10 @@ def _save_predictions(path: Path, predictions: Any) -> None:
     print(f"predictions: {path}")
 
 
-def _doctor(measured: bool) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from fabricamp.doctor import examine, measure, show
 
-    checks = [*(measure() if measured else []), *examine()]
+    checks = [*(measure() if options.measure else []), *examine()]
     show(checks)
     return 1 if any(one.status == "broken" for one in checks) else 0
 

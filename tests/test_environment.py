@@ -249,6 +249,7 @@ def test_files_that_hold_a_number_of_the_environment_are_their_owners_alone(numb
         ".ckpt": CLOSED,
         "config.yaml": OPEN,
         "metrics.csv": OPEN,
+        "run.json": CLOSED,
     }
     assert holding(numbers / "a", PORT.encode()) == ["version_0/config.yaml"]
 
@@ -261,6 +262,7 @@ def test_a_number_of_the_data_closes_what_shows_it(numbers):
         ".ckpt": CLOSED,
         "config.yaml": OPEN,
         "metrics.csv": OPEN,
+        "run.json": OPEN,
     }
 
 
@@ -272,7 +274,13 @@ def test_files_of_before_and_of_later_runs(numbers):
     assert main(again) == 0
     found = modes(numbers)
     assert found.pop("events") == found.pop(".ckpt") == ["0o600", "0o644"], "those of before are as they were"
-    assert found == {"hparams.yaml": CLOSED, "config.yaml": OPEN, "metrics.csv": OPEN}
+    assert found == {
+        "hparams.yaml": CLOSED,
+        "config.yaml": OPEN,
+        "metrics.csv": OPEN,
+        "run.json": CLOSED,
+        "run-1.json": OPEN,
+    }
     assert all(mode(numbers / name) == 0o600 for name in holding(numbers, b"4711"))
     assert main(["fit", "config.yaml", "trainer.logger.0.version=1", "trainer.logger.1.version=1"]) == 0
     assert set(map(tuple, modes(numbers / "a/version_1").values())) == {tuple(OPEN)}, "another run in the same process"
@@ -293,7 +301,7 @@ def test_containers_close_files_too_and_so_does_what_was_loaded(numbers, tmp_pat
     trainer = quiet_trainer(max_steps=1, logger=logger)
     trainer.fit(module, loader(8))
     trainer.save_checkpoint("a.ckpt")
-    assert modes(numbers) == {"hparams.yaml": CLOSED, "events": ["0o600", "0o644"]}
+    assert modes(numbers) == {"hparams.yaml": CLOSED, "events": ["0o600", "0o644"], "run.json": CLOSED}
     assert mode(Path("a.ckpt")) == 0o600
     loaded = Keeps.load_from_checkpoint("a.ckpt")
     other = quiet_trainer(max_steps=1, logger=CSVLogger(numbers, name="other"))

@@ -46,7 +46,7 @@ class Notices:
     def end(self) -> None:
         """Why a fit ended, and which checkpoint to take; that of a trial run is known."""
         if not self._trainer.fast_dev_run:
-            self._say("; ".join(part for part in (self._reason(), best_checkpoint(self._trainer)) if part))
+            self._say("; ".join(part for part in (self._ending(), best_checkpoint(self._trainer)) if part))
 
     def _beginning(self) -> Iterator[str]:
         trainer, settings = self._trainer, self._session.settings
@@ -64,19 +64,24 @@ class Notices:
             place = f"epoch {epoch}" if last < 0 else f"epoch {min(epoch, last)}/{last}"
             yield f"Resumed from {shown(trainer.ckpt_path)}: {place}, step {trainer.state.global_step}"
 
-    def _reason(self) -> str:
+    def reason(self) -> str:
+        """Why the fit ended."""
         state, settings = self._trainer.state, self._session.settings
         if self._session.data.num_training_batches == 0:
-            return "Nothing was trained: limit_train_batches=0"
+            return "limit_train_batches=0"
         if state.global_step >= settings.max_steps >= 0:
-            reason = f"max_steps={settings.max_steps} reached"
-        elif state.should_stop:
-            reason = state.stop_reason
-        else:
-            reason = f"max_epochs={settings.max_epochs} reached"
+            return f"max_steps={settings.max_steps} reached"
+        if state.should_stop:
+            return state.stop_reason
+        return f"max_epochs={settings.max_epochs} reached"
+
+    def _ending(self) -> str:
+        state = self._trainer.state
+        if self._session.data.num_training_batches == 0:
+            return f"Nothing was trained: {self.reason()}"
         if state.batches_done == self._first:
-            return f"Nothing left to train at step {state.global_step}: {reason} already"
-        return f"Ended at step {state.global_step}: {reason}"
+            return f"Nothing left to train at step {state.global_step}: {self.reason()} already"
+        return f"Ended at step {state.global_step}: {self.reason()}"
 
     def _say(self, *lines: str) -> None:
         for line in lines if self._speaks else ():

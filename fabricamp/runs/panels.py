@@ -49,8 +49,8 @@ def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6
     if metrics:
         return [_panel(name, [(run, name) for run in runs if name in run.curves], smooth) for name in metrics]
     panels = [
-        _panel("loss", _each(runs, _training_loss), smooth),
-        _panel("validation loss", _each(runs, _validation_loss), 0.0),
+        _panel("loss", _each(runs, training_loss), smooth),
+        _panel("validation loss", _each(runs, validation_loss), 0.0),
         _panel("learning rate", _each(runs, _rate), 0.0),
         _panel("loss scale", _each(runs, _scale), 0.0, logarithmic=True),
         _panel("gradient norm", _each(runs, _gradient_norm), smooth),
@@ -82,11 +82,13 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 # -- which metric is what ----------------------------------------------------------------------------------------------------------
 
 
-def _training_loss(names: Sequence[str]) -> str | None:
+def training_loss(names: Sequence[str]) -> str | None:
+    """The loss that training lowers, of the logged names."""
     return _main([one for one in names if _is_loss(one) and not _EVALUATION.search(one)])
 
 
-def _validation_loss(names: Sequence[str]) -> str | None:
+def validation_loss(names: Sequence[str]) -> str | None:
+    """That loss on other data."""
     return _main([one for one in names if _is_loss(one) and _EVALUATION.search(one)])
 
 

@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabricamp.engine.run_file import NAME
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def read_curves(place: Path) -> dict[str, Curve]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether somebody has logged into this folder."""
-    return (folder / CSV_FILE).is_file() or any(folder.glob(_EVENTS))
+    """Whether somebody has logged into this folder, or begun a fit in it."""
+    return (folder / CSV_FILE).is_file() or (folder / NAME).is_file() or any(folder.glob(_EVENTS))
 
 
 def find_runs(folder: Path) -> list[Path]:

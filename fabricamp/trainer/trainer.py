@@ -10,6 +10,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.engine.ending import end_fit, leave_interrupted
+from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.workers import start_workers
 from fabricamp.errors import CheckpointError, ConfigError
@@ -303,8 +304,9 @@ class Trainer(TrainerProperties):
                 session.open(*runner.resolve(ckpt_path))
                 if fn is TrainerFn.FITTING:
                     loop = session.fit_loop()
-                    loop.run()
-                    end_fit(self, session, loop)
+                    with recorded(session):
+                        loop.run()
+                        end_fit(self, session, loop)
                 else:
                     result = session.evaluate(**options)
         leave_interrupted(self)

@@ -162,7 +162,7 @@ def in_a_read_only_folder(folder, kind, sender):
     logger = kind(folder / "logs")
 
     def allow(here, file):
-        (one,) = logger.folder.glob("*[!l]")  # but for hparams.yaml
+        (one,) = logger.folder.glob("*[!ln]")  # but for hparams.yaml and run.json
         one.chmod(file)
         logger.folder.chmod(here)
 

@@ -1,0 +1,159 @@
+"""``run.json`` in a run's folder: what it was started as and on, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.checkpoint import plain
+from fabricamp.engine import surroundings
+from fabricamp.files import replace_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.engine.session import Session
+
+NAME = "run.json"
+_LOG = logging.getLogger("fabricamp")
+
+
+@contextlib.contextmanager
+def recorded(session: Session) -> Iterator[None]:
+    """Around the loop of a fit: writes the file before it, and how it ended behind it; on rank 0, where a logger has a folder."""
+    folder = _folder_of(session)
+    if folder is None:
+        yield
+        return
+    content: dict[str, Any] = {}
+    with _never_an_error():
+        beginning = _beginning(session)
+        _make_room(folder)
+        _write(session, folder, beginning)
+        content = beginning
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        with _never_an_error():
+            if content:
+                _write(session, folder, {**content, **_end(session, error)})
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine started, in the kernel's words; nothing where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@contextlib.contextmanager
+def _never_an_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - what a run is worth does not hang on a description of it
+        _LOG.warning("fabricamp: %s is not written: %s", NAME, error)
+
+
+def _folder_of(session: Session) -> Path | None:
+    trainer = session.trainer
+    if not trainer.is_global_zero or trainer.fast_dev_run:
+        return None
+    return next((Path(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
+
+
+def _make_room(folder: Path) -> None:
+    """Keeps the file of an earlier fit in this folder, with a number."""
+    file = folder / NAME
+    if file.exists():
+        number = 1 + sum(1 for _ in folder.glob("run-*.json"))
+        file.rename(folder / f"run-{number}.json")
+
+
+def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    private = any(logger.private for logger in session.trainer.loggers)
+    text = json.dumps(_written(content), indent=1, ensure_ascii=False, allow_nan=False)
+    replace_text(folder / NAME, text + "\n", private=private)
+
+
+def _beginning(session: Session) -> dict[str, Any]:
+    trainer, module = session.trainer, session.module
+    owners = [one for one in (session.source.datamodule, module) if one is not None and one.logs_hyperparameters]
+    hyperparameters: dict[str, Any] = {}
+    for owner in owners:
+        hyperparameters |= plain(owner.hparams, private=owner.hparams_private)
+    return {
+        "status": "running",
+        "started": _now(),
+        "command": sys.orig_argv,
+        "folder": str(Path.cwd()),
+        "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
+        "first_step": trainer.state.global_step,
+        "ckpt_path": trainer.ckpt_path,
+        "trainer": {
+            "strategy": session.strategy.name,
+            "precision": session.precision.name,
+            "device": str(session.strategy.device),
+            "processes": trainer.world_size,
+            **dataclasses.asdict(session.settings),
+            "callbacks": [type(one).__name__ for one in trainer.callbacks],
+            "loggers": [type(one).__name__ for one in trainer.loggers],
+        },
+        "module": _name_of(module),
+        "data": None if session.source.datamodule is None else _name_of(session.source.datamodule),
+        "hyperparameters": hyperparameters,
+        "machine": surroundings.machine(session.strategy.device),
+        "python": sys.version.split()[0],
+        "packages": surroundings.packages(),
+        "git": surroundings.code_of(module),
+    }
+
+
+def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
+    trainer, state = session.trainer, session.trainer.state
+    cut = state.interruption or (session.agreement.reason if session.agreement.abandoned else "")
+    if cut or isinstance(error, KeyboardInterrupt):
+        status, reason = "interrupted", cut or "interrupted"
+    elif error is not None:
+        status, reason = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        status, reason = "finished", session.notices.reason()
+    best = {
+        one.monitor: float(one.best_model_score)
+        for one in trainer.checkpoint_callbacks
+        if one.monitor is not None and one.best_model_score is not None
+    }
+    place = {"step": state.global_step, "epoch": state.epoch}
+    return {"status": status, "reason": reason, "ended": _now(), **place, "best": best}
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _written(value: Any) -> Any:
+    """``value`` as JSON shows it; what it has no word for as its ``str``."""
+    if isinstance(value, dict):
+        return {str(key): _written(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(item) for item in value]
+    kept = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+    return value if kept else str(value)

@@ -1,0 +1,113 @@
+"""What a run stands on: revision and changes of its code, installed packages, the machine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SECONDS = 5.0
+"""How long git may take for an answer."""
+_MOST_BYTES = 1_000_000
+_MOST_LINES = 5_000
+_SHOWN = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+_STATUS = ("status", "--porcelain", "--untracked-files=normal")
+
+
+def code_of(module: Any) -> dict[str, Any]:
+    """Returns revision, changed files and diff of the repository that the module's class, or else the current folder, is in."""
+    try:
+        folders = [str(Path(inspect.getfile(type(module))).resolve().parent), str(Path.cwd())]
+    except (TypeError, OSError):  # a class of a notebook, a folder that is gone
+        folders = [os.curdir]
+    return next(filter(None, map(_repository, folders)), {})
+
+
+@functools.cache
+def packages() -> dict[str, str]:
+    """Returns the version of every installed package, as the folders of their metadata are named."""
+    found = {}
+    for place in map(Path, reversed(sys.path)):  # what stands first is imported
+        if place.is_dir():
+            entries = (one.name.removesuffix(".dist-info").partition("-") for one in place.glob("*.dist-info"))
+            found.update({name: version for name, dash, version in entries if dash})
+    return dict(sorted(found.items(), key=lambda one: one[0].lower()))
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Returns the machine's name and parts; asks for GPUs only where the run is on one."""
+    system = os.uname()
+    found: dict[str, Any] = {
+        "host": system.nodename,
+        "system": f"{system.sysname} {system.release} {system.machine}",
+        "cpu": _cpu(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+    }
+    if device.type == "cuda":
+        cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        found["gpus"] = [f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in cards]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+@functools.cache
+def _repository(folder: str) -> dict[str, Any]:
+    """Asked once in a process: what it imported is the code as it was then."""
+    git = shutil.which("git")
+    top = _answer(git, folder, "rev-parse", "--show-toplevel", "HEAD") if git else []
+    if not git or not top:
+        return {}
+    status = _answer(git, top[0], *_STATUS)
+    changed = any(not line.startswith("??") for line in status)
+    return {
+        "folder": top[0],
+        "revision": top[1],
+        "status": status,
+        "diff": _answer(git, top[0], *_SHOWN) if changed else [],
+    }
+
+
+def _answer(git: str, folder: str, *words: str) -> list[str]:
+    """Returns the lines that git prints: none where it fails, the first ones with a last that says so where they are many."""
+    command = [git, "-c", "core.fsmonitor=false", "-C", folder, *words]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, **options) as process:  # noqa: S603
+        started = time.monotonic()
+        timer = threading.Timer(_SECONDS, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            content = process.stdout.read(_MOST_BYTES + 1)
+            cut = len(content) > _MOST_BYTES
+            if cut:
+                process.kill()
+        finally:
+            timer.cancel()
+    late = bool(process.returncode) and time.monotonic() - started >= _SECONDS
+    if process.returncode and not cut and not late:
+        return []
+    lines: list[str] = content.decode(errors="replace").splitlines()
+    if cut or late or len(lines) > _MOST_LINES:
+        lines = lines[:_MOST_LINES]
+        why = f"git took more than {_SECONDS:g} s" if late else f"the first {len(lines)} lines are kept"
+        lines.append(f"... cut here by fabricamp: {why}")
+    return lines
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")

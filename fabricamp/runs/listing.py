@@ -1,0 +1,96 @@
+"""A table of the runs in a folder: when they began, how far they came, their best values and how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fabricamp.engine.run_file import NAME, process_start
+from fabricamp.errors import ConfigError
+from fabricamp.runs.panels import training_loss, validation_loss
+from fabricamp.runs.reading import find_runs, read_curves
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
+
+
+class Summary(NamedTuple):
+    """One run; ``status`` is finished, interrupted, failed, running, killed or unknown."""
+
+    folder: Path
+    started: str
+    steps: int | None
+    best: dict[str, float]
+    status: str
+    reason: str
+
+
+def summarise(folder: Path) -> Summary:
+    """Returns what its run.json says, and its logs where that was never ended or is not there."""
+    content: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = read if isinstance(read, dict) else {}
+    status, reason = str(content.get("status", "unknown")), str(content.get("reason", ""))
+    if status == "running":
+        status, reason = _living(content.get("process"))
+    steps, best = content.get("step"), content.get("best")
+    if steps is None or not best:
+        logged_steps, logged_best = _from_logs(folder)
+        steps, best = logged_steps if steps is None else steps, best or logged_best
+    return Summary(folder, str(content.get("started", "")), steps, best, status, reason)
+
+
+def show(folder: str | Path, console: Console | None = None) -> None:
+    """Prints the table of the runs below ``folder``; raises :class:`ConfigError` where there are none."""
+    root = Path(folder).expanduser()
+    found = [summarise(one) for one in find_runs(root)] if root.is_dir() else []
+    if not found:
+        raise ConfigError(
+            f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is no folder'}; give the folder of runs"
+        )
+    table = Table()
+    for title in ("run", "started", "steps", "best", "how it ended"):
+        table.add_column(title, overflow="fold", justify="right" if title == "steps" else "left")
+    for one in sorted(found, key=lambda run: run.started):
+        name = str(one.folder.relative_to(root)) if one.folder != root else str(one.folder)
+        best = ", ".join(f"{metric} {value:.4g}" for metric, value in one.best.items())
+        started = one.started[:16].replace("T", " ")
+        words = [] if one.status == "finished" and one.reason else [one.status]
+        ended = Text(": ".join([*words, *([one.reason] if one.reason else [])]), _STYLES.get(one.status, "yellow"))
+        table.add_row(Text(name), started, "" if one.steps is None else str(one.steps), Text(best), ended)
+    (console or Console(highlight=False)).print(table)
+
+
+def _living(process: Any) -> tuple[str, str]:
+    """Whether the process that began a run still runs; that of another machine cannot be asked."""
+    if not isinstance(process, dict) or not isinstance(process.get("pid"), int):
+        return "unknown", ""
+    if process.get("host") != socket.gethostname():
+        return "unknown", f"runs on {process.get('host')}, or was killed there"
+    start = process_start(process["pid"])
+    return ("running", "") if start and start == process.get("start") else ("killed", "")
+
+
+def _from_logs(folder: Path) -> tuple[int | None, dict[str, float]]:
+    try:
+        curves = read_curves(folder)
+    except ConfigError:
+        return None, {}
+    steps = max((max(curve.steps) for curve in curves.values()), default=None)
+    return None if steps is None else steps + 1, _lowest_loss(curves)
+
+
+def _lowest_loss(curves: Mapping[str, Any]) -> dict[str, float]:
+    name = validation_loss(list(curves)) or training_loss(list(curves))
+    finite = [value for value in curves[name].values if abs(value) < float("inf")] if name is not None else []
+    return {name: min(finite)} if name is not None and finite else {}

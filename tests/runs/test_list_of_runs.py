@@ -1,0 +1,42 @@
+"""`fabricamp runs`: every run below a folder, with what its file or its logs say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.cli import main
+from fabricamp.loggers import CSVLogger
+from tests.small import Classifier, loader, quiet_trainer
+
+
+def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    for options in (
+        {"max_steps": 3},
+        {"max_epochs": 1, "callbacks": ModelCheckpoint(monitor="val_loss"), "enable_checkpointing": True},
+    ):
+        quiet_trainer(logger=CSVLogger("runs", name="small"), **options).fit(Classifier(), loader(), loader())
+    old = Path("runs/of_another_trainer")
+    old.mkdir()
+    (old / "metrics.csv").write_text("step,val_loss,loss\n0,,4\n7,0.25,1\n9,0.5,nan\n")
+    assert main(["runs", "runs"]) == 0
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capsys.readouterr().out.splitlines()
+        if "│" in line
+    ]
+    assert rows[0][0::2] == ["of_another_trainer", "10", "unknown"]
+    assert rows[0][3] == "val_loss 0.25"
+    assert [row[0] for row in rows[1:]] == ["small/version_0", "small/version_1"]
+    assert [row[2] for row in rows[1:]] == ["3", "8"]
+    assert [row[4] for row in rows[1:]] == ["max_steps=3 reached", "max_epochs=1 reached"]
+    assert rows[2][3].startswith("val_loss ")
+
+
+@pytest.mark.parametrize(("words", "message"), [(["."], "'.' holds no run"), (["nowhere"], "'nowhere' is no folder")])
+def test_where_there_are_none(words, message, capsys):
+    assert main(["runs", *words]) == 2
+    assert f"{message}; give the folder of runs" in capsys.readouterr().err

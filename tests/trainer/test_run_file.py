@@ -1,0 +1,160 @@
+"""`run.json`: what a fit was started as and on, how it ended, and that it never ends a fit itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.engine import surroundings
+from fabricamp.engine.run_file import process_start
+from fabricamp.loggers import CSVLogger
+from fabricamp.runs.listing import summarise
+from tests.small import Classifier, loader, quiet_trainer
+
+
+def fit(module=None, **options):
+    """A fit of 8 steps that logs into ``run``; returns what its file says."""
+    options = {"max_epochs": 1, "logger": CSVLogger(".", name="", version="run"), **options}
+    quiet_trainer(**options).fit(module or Classifier(), loader(), loader())
+    return written()
+
+
+def written():
+    return json.loads(Path("run/run.json").read_text())
+
+
+def test_what_a_fit_was_started_as_and_on():
+    content = fit(callbacks=[ModelCheckpoint(monitor="val_loss")], enable_checkpointing=True, precision="O4")
+    assert content["command"] == sys.orig_argv
+    assert content["folder"] == str(Path.cwd())
+    assert content["trainer"]["precision"] == "O4"
+    assert content["trainer"]["max_epochs"] == 1
+    assert content["trainer"]["callbacks"] == ["ModelCheckpoint"]
+    assert content["module"] == "tests.small.Classifier"
+    assert content["packages"]["torch"] == torch.__version__
+    assert content["machine"]["cpus"] == os.cpu_count()
+    assert len(content["git"]["revision"]) == 40 or not content["git"], "the tests lie in a repository, or in none"
+    assert (content["status"], content["reason"]) == ("finished", "max_epochs=1 reached")
+    assert (content["step"], content["epoch"]) == (8, 1)
+    assert list(content["best"]) == ["val_loss"]
+
+
+def test_while_it_runs_and_after_a_failure():
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.seen = summarise(Path("run"))
+            raise ValueError("a bug\nin two lines")
+
+    module = Fails()
+    with pytest.raises(ValueError, match="a bug"):
+        fit(module)
+    assert module.seen.status == "running"
+    assert (written()["status"], written()["reason"]) == ("failed", "ValueError: a bug")
+
+
+def test_after_a_signal():
+    class Signalled(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(SystemExit):
+        fit(Signalled())
+    assert (written()["status"], written()["reason"]) == ("interrupted", "SIGTERM")
+
+
+def test_a_process_that_is_gone_was_killed():
+    fit()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        start = process_start(process.pid)
+        running = written() | {
+            "status": "running",
+            "process": written()["process"] | {"pid": process.pid, "start": start},
+        }
+        Path("run/run.json").write_text(json.dumps(running))
+        assert summarise(Path("run")).status == "running"
+        process.kill()
+    assert summarise(Path("run")).status == "killed"
+    other = running | {"process": running["process"] | {"host": "elsewhere"}}
+    Path("run/run.json").write_text(json.dumps(other))
+    assert summarise(Path("run")).reason == "runs on elsewhere, or was killed there"
+
+
+def test_a_second_fit_in_the_folder_keeps_the_first_ones_file():
+    fit()
+    assert fit(max_epochs=2)["trainer"]["max_epochs"] == 2
+    assert json.loads(Path("run/run-1.json").read_text())["trainer"]["max_epochs"] == 1
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": True}])
+def test_what_logs_nothing_writes_nothing(options):
+    quiet_trainer(**{"max_epochs": 1, "logger": CSVLogger("."), **options}).fit(Classifier(), loader())
+    assert not list(Path.cwd().rglob("run.json"))
+
+
+def test_what_cannot_be_written_costs_a_line(caplog):
+    Path("run/.run.json.partial/in the way").mkdir(parents=True)
+    with caplog.at_level("WARNING", "fabricamp"):
+        trainer = quiet_trainer(max_epochs=1, logger=CSVLogger(".", name="", version="run"))
+        trainer.fit(Classifier(), loader())
+    assert caplog.text.count("run.json is not written") == 1
+    assert trainer.global_step == 8
+
+
+def test_values_of_the_environment_are_for_the_user_alone():
+    logger = CSVLogger(".", name="", version="run")
+    logger.private = True
+    fit(logger=logger)
+    assert stat.S_IMODE(Path("run/run.json").stat().st_mode) == 0o600
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with one commit of ``train.py`` and ``data.txt``."""
+    surroundings._repository.cache_clear()
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "train.py").write_text("lr = 1\n")
+    (folder / "data.txt").write_text("0\n" * 9000)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder))
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run(["git", *identity, *words], check=True)
+    monkeypatch.chdir(folder)
+    yield folder
+    surroundings._repository.cache_clear()
+
+
+def test_the_revision_and_what_was_changed_since(repository):
+    (repository / "train.py").write_text("lr = 2\n")
+    (repository / "new.py").write_text("")
+    found = surroundings.code_of(object())
+    assert found["folder"] == str(repository)
+    assert sorted(found["status"]) == [" M train.py", "?? new.py"]
+    assert found["diff"][-2:] == ["-lr = 1", "+lr = 2"]
+
+
+def test_a_huge_diff_is_cut_with_a_line_that_says_so(repository):
+    (repository / "data.txt").write_text("1\n" * 9000)
+    diff = surroundings.code_of(object())["diff"]
+    assert len(diff) == 5001
+    assert diff[-1] == "... cut here by fabricamp: the first 5000 lines are kept"
+
+
+def test_without_git_or_a_repository_nothing_is_said(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert surroundings.code_of(object()) == {}
+    monkeypatch.undo()
+    surroundings._repository.cache_clear()
+    os.chdir(tmp_path)
+    assert surroundings.code_of(object()) == {}
