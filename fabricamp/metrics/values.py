@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError
 
 
@@ -66,24 +66,10 @@ def batch_length(name: str, batch: Any) -> int:
     """The length of the first tensor in ``batch`` (1 for a 0-dim one)."""
     first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if type(first) is not Tensor:
-        first = next(_tensors(batch), None)
+        first = next(tensors_within(batch), None)
     if first is None:
         raise ConfigError(
             f"self.log({name!r}, on_epoch=True) weighs each value with the batch size, but the batch "
             f"({type(batch).__name__}) holds no tensor to take it from; pass batch_size="
         )
     return first.shape[0] if first.ndim else 1
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from _tensors(item)
-    elif isinstance(batch, list | tuple):
-        for item in batch:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _tensors(getattr(batch, field.name))

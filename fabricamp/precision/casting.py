@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fabricamp.containers import CONTAINERS, with_parts
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import AnyBatchNorm, AnyLoss
 
@@ -35,12 +36,8 @@ def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtyp
     """Returns ``value`` with ``cast`` applied to every tensor in it; objects with a ``to`` method get ``dtype`` (None: left)."""
     if isinstance(value, Tensor):
         return cast(value)
-    if isinstance(value, Mapping):
-        return _cast_mapping(value, cast, dtype)
-    if isinstance(value, (list, tuple)):
-        return _cast_sequence(value, cast, dtype)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, cast, dtype)
+    if isinstance(value, CONTAINERS) or dataclasses.is_dataclass(value):
+        return with_parts(value, functools.partial(cast_tensors, cast=cast, dtype=dtype))
     if dtype is not None and not isinstance(value, (nn.Module, type)) and callable(getattr(value, "to", None)):
         try:
             return value.to(dtype)
@@ -50,41 +47,6 @@ def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtyp
                 "with it, or pass its tensors in a dict, tuple or dataclass"
             ) from error
     return value
-
-
-def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
-    items = {key: cast_tensors(item, cast, dtype) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if item is not value[key]}
-    if not changed:
-        return value
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]  # an immutable mapping is built from one
-    result = copy.copy(value)
-    for key, item in changed.items():
-        result[key] = item
-    return result
-
-
-def _cast_sequence(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
-    items = [cast_tensors(item, cast, dtype) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    if isinstance(value, list):
-        result = copy.copy(value)
-        result[:] = items
-        return result
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _cast_dataclass(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
-    result = value
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name, None)
-        new = cast_tensors(old, cast, dtype)
-        if new is not old:
-            result = copy.copy(value) if result is value else result
-            object.__setattr__(result, field.name, new)  # frozen ones too, without running __init__ again
-    return result
 
 
 def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool, whole_step: bool = False) -> list[nn.Module]:

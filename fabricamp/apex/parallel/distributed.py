@@ -25,7 +25,7 @@ from fabricamp.apex.parallel._flat_calls import (
     unflatten,
 )
 from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
-from fabricamp.apex.parallel._outputs import on_backward
+from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.flat import Transport
 from fabricamp.say_once import say_once
@@ -44,7 +44,7 @@ from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.torch_private import call_at_end_of_backward, current_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -192,7 +192,7 @@ class DistributedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         if self._enabled and torch.is_grad_enabled():
             trains = self._follow_layout()
-            if trains and not on_backward(output, self._begin) and self.training:
+            if trains and not _on_backward(output, self._begin) and self.training:
                 self._listen_to_parameters()
         return output
 
@@ -321,6 +321,14 @@ def _share(module: nn.Module) -> tuple[int, int]:
         peers.share_module(module)
         share_full_values(module, Exchange(1, DEFAULT_BUCKET_MB).broadcast)
     return rank, world_size
+
+
+def _on_backward(output: Any, run: Callable[[], None]) -> bool:
+    """Lets ``run`` be called as a backward through ``output`` begins; returns whether a tensor was found in it for that."""
+    found = [tensor for tensor in tensors_within(output) if tensor.grad_fn is not None]
+    for tensor in found:
+        tensor.register_hook(lambda _: run())
+    return bool(found)
 
 
 def _tell_of(names: Sequence[str]) -> None:

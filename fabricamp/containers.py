@@ -1,0 +1,69 @@
+"""Values in mappings, lists, tuples, named tuples and data classes, nested as they come."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+CONTAINERS = (Mapping, list, tuple)
+"""What :func:`with_parts` looks into, beside data classes."""
+
+
+def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns ``value`` with ``change`` of each of its parts, in a copy of its own type; ``value`` itself where none changes."""
+    if isinstance(value, (list, tuple)):
+        items = [change(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            result = copy.copy(value)
+            result[:] = items
+            return result
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return _with_items(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, change)
+    return value
+
+
+def _with_items(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
+    items = {key: change(item) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]  # an immutable mapping is built from one
+    result = copy.copy(value)
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
+    result = value
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name, None)
+        new = change(old)
+        if new is not old:
+            result = copy.copy(value) if result is value else result
+            object.__setattr__(result, field.name, new)  # frozen ones too, without running __init__ again
+    return result
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in ``value``."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Any = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for part in parts:
+        yield from tensors_within(part)
