@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.precision.casting import cast_tensors
 
@@ -37,10 +38,8 @@ class Autocast:
         self._entered.append(context)
         context.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, traceback)
+    def __exit__(self, *raised: object) -> None:
+        self._entered.pop().__exit__(*raised)
 
 
 def without_autocast(device_type: str) -> Autocast:
@@ -90,7 +89,7 @@ def _register(module: ModuleType | type, name: str, rule: Rule) -> None:
 def _with_rule(function: Function, rule: Rule) -> Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = _floating_tensors((args, kwargs))
+        tensors = [one for one in tensors_within((args, kwargs)) if one.is_floating_point()]
         device_type = tensors[0].device.type if tensors else "cpu"
         if not tensors or not torch.is_autocast_enabled(device_type):
             return function(*args, **kwargs)
@@ -114,15 +113,3 @@ def _cast_for(rule: Rule, tensors: list[Tensor], device_type: str, args: Any, kw
         return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
 
     return cast_tensors(args, cast, dtype), cast_tensors(kwargs, cast, dtype)
-
-
-def _floating_tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    cast_tensors(value, look, None)
-    return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -171,9 +170,7 @@ class InsideStep:
         torch.set_autocast_cache_enabled(not self._armed)
         _watch(self._armed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         CALLS.armed, CALLS.stack, cache = self._saved.pop()
         torch.set_autocast_cache_enabled(cache)
         _watch(CALLS.armed and not CALLS.stack)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -51,7 +50,5 @@ class _DefaultDtype:
         self._before.append(torch.get_default_dtype())
         torch.set_default_dtype(self.dtype)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self._before.pop())
