@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops.reference import one_each
-from fabricamp.ops.rules import Rule, function_of
+from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 
 @dataclass
@@ -36,13 +36,7 @@ class AdagradRule(Rule):
         """The rule as kernels/adagrad.cu reads it."""
         return (self.lr, self.eps, self.weight_decay, self.lr_decay, float(self.decoupled), float(self.maximize))
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Torch's own order of operations, so that its Adagrad with ``foreach=True`` has equal bits."""
         (sums,), (steps,) = states, cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops.reference import corrections, logarithms
-from fabricamp.ops.rules import Rule, function_of
+from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 
 @dataclass
@@ -40,13 +39,7 @@ class AdamRule(Rule):
         moments = self.beta1, self.beta2, self.eps
         return (self.lr, *moments, self.weight_decay, *logs, float(self.decoupled), float(self.maximize))
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Torch's own order of operations, so that its Adam with ``foreach=True`` has equal bits."""
         (averages, squares), (steps,), lr = states, cells, float(self.lr)
         if self.maximize:

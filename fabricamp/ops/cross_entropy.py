@@ -170,6 +170,16 @@ def _row_strides(logits: Tensor) -> _RowStrides | None:
     return _RowStrides(inner[0], groups[0][1] if len(groups) == 2 else 0, inner[1])
 
 
+def _in_rows(logits: Tensor) -> tuple[Tensor, _RowStrides]:
+    """Returns what a kernel reads: the logits themselves, or a copy where their rows do not lie as it could walk through them."""
+    layout = _row_strides(logits)
+    if layout is None:
+        logits = logits.contiguous()
+        layout = _row_strides(logits)
+        assert layout is not None
+    return logits, layout
+
+
 def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
     """Whether no two rows share memory."""
     dimensions = [(layout.inner_stride, layout.inner), (layout.outer_stride, rows // layout.inner)]
@@ -207,11 +217,7 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule
     """
     if not runs_kernels(logits.device):
         return _forward_by_torch(logits, target, rule)
-    layout = _row_strides(logits)
-    if layout is None:
-        logits = logits.contiguous()
-        layout = _row_strides(logits)
-        assert layout is not None
+    logits, layout = _in_rows(logits)
     target = target.contiguous()
     rows, lanes = target.numel(), _lanes(logits)
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
@@ -245,11 +251,7 @@ def cross_entropy_backward(
     """
     if not runs_kernels(logits.device):
         return _backward_by_torch(gradient, logits, target, statistics, rule)
-    layout = _row_strides(logits)
-    if layout is None:
-        logits = logits.contiguous()
-        layout = _row_strides(logits)
-        assert layout is not None
+    logits, layout = _in_rows(logits)
     target = target.contiguous()
     rows, classes, lanes = target.numel(), logits.shape[-1], _lanes(logits)
     gradient = gradient.reshape(-1).float()
@@ -287,9 +289,8 @@ def cross_entropy_reference(
     counts = labels != _NOT_A_CLASS
     if z_loss:
         losses = losses + z_loss * torch.where(counts, wide.logsumexp(-1).square(), 0)
-    losses = losses * torch.where(
-        wrong, math.nan, torch.ones_like(losses)
-    )  # as a factor, so that the gradient is NaN too
+    # As a factor, so that the gradient is NaN too.
+    losses = losses * torch.where(wrong, math.nan, torch.ones_like(losses))
     if reduction == "none":
         return losses.reshape(target.shape)
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fabricamp.ops.reference import corrections, logarithms, one_each, prepared, widened
-from fabricamp.ops.rules import Rows, Rule, function_of
+from fabricamp.ops.rules import Cells, Rows, Rule, Tensors, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,13 +85,7 @@ class LambRule(Rule):
         coefficient = torch.where(norm > self.max_norm, self.max_norm / norm, 1.0)
         return list(torch._foreach_mul(values, coefficient.to(values[0].device, non_blocking=True)))
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Takes the parameters along their directions as far as the ratios of the norms say."""
         (averages, squares), (steps,) = states, cells
         counts = torch._foreach_add(list(steps), 1.0)
@@ -101,13 +95,8 @@ class LambRule(Rule):
             torch._foreach_add_(list(steps), 1.0)
 
     def _directions(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        steps: Sequence[Tensor],
-    ) -> list[Tensor]:
+        self, gradients: Tensors, parameters: Tensors, averages: Tensors, squares: Tensors, steps: Sequence[Tensor]
+    ) -> Tensors:
         """Takes the gradients into both averages and returns what those say."""
         if self.weight_decay != 0 and not self.decoupled:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=self.weight_decay))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fabricamp.ops.rules import Rule, function_of
+from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 
 @dataclass
@@ -32,13 +31,7 @@ class LionRule(Rule):
         """The rule as kernels/lion.cu reads it."""
         return (self.lr, self.beta1, self.beta2, self.weight_decay)
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """The formula of the paper."""
         (averages,), lr = states, float(self.lr)
         directions = list(torch._foreach_mul(averages, self.beta1))

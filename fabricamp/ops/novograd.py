@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fabricamp.ops.reference import corrections, logarithms, one_each
-from fabricamp.ops.rules import Rule, function_of
+from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,13 +64,7 @@ class NovoGradRule(Rule):
         table.launch(cls.kernel, "average_norms", words, skips, numbers, blocks=table.rows)
         table.launch(cls.kernel, "update", words, limit, skips)
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """The norms of the gradients, their averages, then the update."""
         (averages,), (steps, norms) = states, cells
         self._average_norms(gradients, steps, norms)

@@ -5,6 +5,7 @@ An element-wise optimizer is a subclass of :class:`Rule` and a kernel.  One whos
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -15,9 +16,12 @@ from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from fabricamp.ops.step_state import StepState
+
+
+Tensors = list[Tensor]
+Cells = Sequence[Sequence[Tensor]]
+"""For each name of a rule's cells, the numbers of its rows."""
 
 
 class Rows(NamedTuple):
@@ -26,7 +30,7 @@ class Rows(NamedTuple):
     gradients: Sequence[Tensor]
     parameters: Sequence[Tensor]
     states: Sequence[Sequence[Tensor | None]] = ()
-    cells: Sequence[Sequence[Tensor]] = ()
+    cells: Cells = ()
     copies: Sequence[Tensor | None] | None = None
     """What gets the rounded parameters."""
 
@@ -68,13 +72,7 @@ class Rule:
         """The rule as its kernel reads it, in the order of ``enum Scalar`` there."""
         raise NotImplementedError
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Updates all but the gradients in place by torch's operations; the tensors are fp32, or fp64 for fp64 parameters."""
         raise NotImplementedError
 

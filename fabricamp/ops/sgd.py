@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops.reference import one_each
-from fabricamp.ops.rules import Rule, function_of
+from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 
 @dataclass
@@ -39,13 +39,7 @@ class SgdRule(Rule):
         flags = float(self.nesterov), float(self.decay_after_momentum), float(self.maximize)
         return (self.lr, self.momentum, self.dampening, self.weight_decay, *flags)
 
-    def step(
-        self,
-        gradients: list[Tensor],
-        parameters: list[Tensor],
-        states: list[list[Tensor]],
-        cells: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Torch's own order of operations, so that its SGD with ``foreach=True`` has equal bits."""
         (buffers,), (filled,) = states, cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients

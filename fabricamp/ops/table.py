@@ -92,9 +92,8 @@ class Table:
         upload(self._lines, self._uploaded)
         self._struct = _Struct()
         self._captures = CAPTURES.get(device.type)
-        self._eager: tuple[Tensor, ctypes.Structure] | None = (
-            None  # what eager steps use, while the table holds a capture's
-        )
+        # What eager steps use, while the table holds a capture's.
+        self._eager: tuple[Tensor, ctypes.Structure] | None = None
         self.captured: list[Tensor] = []
         """The lines of captures: graphs read them as long as they live, so nobody writes them again."""
         self.refresh(self._columns[0])
@@ -149,9 +148,8 @@ class Table:
             if tensor.device != self.device:
                 raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
             if same_layout(tensor, anchor):
-                addresses[row] = (
-                    bridge.address_of(tensor) or _ALIGNMENT
-                )  # an empty tensor is at 0, which would mean none
+                # An empty tensor is at 0, which would mean none.
+                addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
             stands[row] = _Stand(tensor.detach(), dense)

@@ -292,16 +292,8 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _forward_shapes(
-    x: Tensor,
-    _weight: Tensor | None,
-    _bias: Tensor | None,
-    width: int,
-    _eps: float,
-    dtype: torch.dtype,
-    center: bool,
-    _efficient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, width, _, dtype, center, _ = rest
     rows = x.numel() // width
     mean, root = (x.new_empty(size, dtype=torch.float32) for size in (rows if center else 0, rows))
     return x.new_empty(x.shape, dtype=dtype), mean, root
@@ -337,20 +329,8 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _backward_shapes(
-    gradient: Tensor,
-    saved: Tensor,
-    _mean: Tensor,
-    _root: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    _width: int,
-    _eps: float,
-    dtype: torch.dtype,
-    _center: bool,
-    _efficient: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(gradient: Tensor, saved: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, weight, bias, _, _, dtype, _, _, sums = rest
     of_weight, of_bias = (
         gradient.new_empty(0) if one is None or not sums else torch.empty_like(one) for one in (weight, bias)
     )
