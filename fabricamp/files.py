@@ -1,7 +1,8 @@
-"""New files, which only their owner may read from their first byte on where they hold what the environment says."""
+"""Files on the disk for good, and new ones that only their owner may read from their first byte on."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import IO
@@ -24,3 +25,15 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
     with create(unfinished, private=private) as file:
         file.write(text.encode())
     unfinished.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until the disk has the file or the folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)

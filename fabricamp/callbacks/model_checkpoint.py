@@ -118,9 +118,8 @@ class ModelCheckpoint(Callback):
         self._restored = False  # since the last start of training
         self._followed: tuple[str, ...] = ()
         self._writing: Kept | None = None
-        self._judged_step = (
-            -1
-        )  # the last one saved for its metrics: who goes on from a signal's file has still to judge that step
+        # The last one saved for its metrics: who goes on from a signal's file has still to judge that step.
+        self._judged_step = -1
         self._start_at(0)
 
     @property

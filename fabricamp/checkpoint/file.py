@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import pickle
@@ -23,7 +22,7 @@ from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.seal import SealingFile, check_members, is_sealed
 from fabricamp.errors import CheckpointError, nearest
-from fabricamp.files import create
+from fabricamp.files import create, sync
 
 PARTIAL_SUFFIX = ".ckpt.partial"
 """How the (hidden) name of a file ends that is still being written, or was when its writer was killed."""
@@ -148,7 +147,7 @@ def _place_here(target: Path, fill: Callable[[IO[bytes]], None], *, private: boo
         with name.open("rb") as written:
             _verify(written)
         name.replace(target)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
@@ -176,7 +175,7 @@ def _place_name(target: Path, make: Callable[[Path], None]) -> None:
     finally:
         # Still there where `replace` failed, or did nothing because both names are already the same file.
         name.unlink(missing_ok=True)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _partial_name(folder: Path) -> Path:
@@ -231,18 +230,6 @@ def _verify(file: IO[bytes], *, data: bool = True) -> bool:
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     return is_sealed(file)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flushes a rename to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _check_there(place: str) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fabricamp.errors import ConfigError
+from fabricamp.files import sync
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.growing_file import GrowingFile, sync
+from fabricamp.loggers.growing_file import GrowingFile
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.trouble import reason_of
 

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from fabricamp.files import mode_of
+from fabricamp.files import mode_of, sync
 
 
 class GrowingFile:
@@ -54,15 +54,3 @@ class GrowingFile:
         if self._is_new:
             sync(self.path.parent)
             self._is_new = False
-
-
-def sync(path: Path) -> None:
-    """Waits until the disk has the file or the folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)

@@ -191,9 +191,8 @@ class DelayedDDP(ProcessGroupStrategy):
             gradients = memory.sum_over_ranks(self.transport, self.world_size, update_divides=True)
         else:
             gradients = self._average(None if memory is None else memory.parameters)
-        if (
-            self._shared is not None
-        ):  # behind the gradients, whose messages ranks may send at different moments of their backward
+        # Behind the gradients, whose messages ranks may send at different moments of their backward.
+        if self._shared is not None:
             self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
         return gradients
 
