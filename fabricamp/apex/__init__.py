@@ -42,21 +42,6 @@ __all__ = [
     "parallel",
 ]
 
-_PARTS: Final = frozenset(
-    {
-        "RNN",
-        "amp",
-        "contrib",
-        "fp16_utils",
-        "fused_dense",
-        "mlp",
-        "multi_tensor_apply",
-        "normalization",
-        "optimizers",
-        "parallel",
-    }
-)
-
 
 class DeprecatedFeatureWarning(FutureWarning):
     """What :func:`deprecated_warning` warns of."""
@@ -80,6 +65,10 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     found = f"cuDNN {version}" if version else "no cuDNN"
     warnings.warn(f"{global_option} needs cuDNN {required_cudnn_version}, and there is {found}", stacklevel=2)
     return False
+
+
+# Modules: what is not defined above.
+_PARTS: Final = frozenset(__all__).difference(globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +16,10 @@ from fabricamp.errors import ConfigError
 __all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
 
 State = tuple[Tensor, Tensor]
+Network = TypeVar("Network", bound=nn.RNNBase)
 
 
-def LSTM(  # noqa: N802  # apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.LSTM:
-    """Returns torch's LSTM; ``output_size``: what the hidden state is projected to."""
-    projected = output_size if output_size not in (None, hidden_size) else 0
-    return nn.LSTM(
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size=projected or 0
-    )
-
-
-def _plain(name: str, network: Callable[..., nn.RNNBase]) -> Callable[..., nn.RNNBase]:
+def _named(name: str, network: Callable[..., Network], *, projects: bool = False) -> Callable[..., Network]:
     def build(
         input_size: int,
         hidden_size: int,
@@ -44,23 +29,27 @@ def _plain(name: str, network: Callable[..., nn.RNNBase]) -> Callable[..., nn.RN
         dropout: float = 0,
         bidirectional: bool = False,
         output_size: int | None = None,
-    ) -> nn.RNNBase:
-        """Returns torch's network of this name."""
+    ) -> Network:
+        """Returns torch's network of this name; ``output_size``: what an LSTM's hidden state is projected to."""
+        projection = {}
         if output_size not in (None, hidden_size):
-            raise ConfigError(
-                f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} in; "
-                f"put nn.Linear({hidden_size}, {output_size}) behind it"
-            )
+            if not projects:
+                raise ConfigError(
+                    f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} "
+                    f"in; put nn.Linear({hidden_size}, {output_size}) behind it"
+                )
+            projection = {"proj_size": output_size}
         options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
-        return network(input_size, hidden_size, num_layers, **options)
+        return network(input_size, hidden_size, num_layers, **options, **projection)
 
     build.__name__ = build.__qualname__ = name
     return build
 
 
-GRU = _plain("GRU", nn.GRU)
-ReLU = _plain("ReLU", functools.partial(nn.RNN, nonlinearity="relu"))
-Tanh = _plain("Tanh", functools.partial(nn.RNN, nonlinearity="tanh"))
+LSTM = _named("LSTM", nn.LSTM, projects=True)
+GRU = _named("GRU", nn.GRU)
+ReLU = _named("ReLU", functools.partial(nn.RNN, nonlinearity="relu"))
+Tanh = _named("Tanh", functools.partial(nn.RNN, nonlinearity="tanh"))
 
 
 class mLSTM(nn.Module):  # noqa: N801  # apex's name

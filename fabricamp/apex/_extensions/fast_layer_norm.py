@@ -9,8 +9,6 @@ from fabricamp.apex._extensions import fused_layer_norm_cuda
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ln_bwd", "ln_fwd"]
-
 _SMALLEST_GAMMA = 1e-5
 
 

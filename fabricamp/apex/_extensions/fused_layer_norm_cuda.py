@@ -13,19 +13,6 @@ from torch import Tensor
 
 from fabricamp.ops import layer_norm, rms_norm
 
-__all__ = [
-    "backward",
-    "backward_affine",
-    "forward",
-    "forward_affine",
-    "forward_affine_mixed_dtypes",
-    "rms_backward",
-    "rms_backward_affine",
-    "rms_forward",
-    "rms_forward_affine",
-    "rms_forward_affine_mixed_dtypes",
-]
-
 
 @torch.no_grad()
 def forward(input: Tensor, normalized_shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002

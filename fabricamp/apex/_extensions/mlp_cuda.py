@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fabricamp.apex.mlp.mlp import MlpFunction
 
-__all__ = ["backward", "forward"]
-
 
 @torch.no_grad()
 def forward(bias: int, activation: int, inputs: Sequence[Tensor]) -> list[Tensor]:

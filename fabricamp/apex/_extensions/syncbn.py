@@ -8,19 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "batchnorm_backward",
-    "batchnorm_backward_c_last",
-    "batchnorm_forward",
-    "batchnorm_forward_c_last",
-    "reduce_bn",
-    "reduce_bn_c_last",
-    "relu_bw_c_last",
-    "welford_mean_var",
-    "welford_mean_var_c_last",
-    "welford_parallel",
-]
-
 
 @torch.no_grad()
 def welford_mean_var_c_last(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002  # apex's name

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from fabricamp.ops import fused_cross_entropy
 
-__all__ = ["backward", "forward"]
-
 _NO_LABEL = -(2**31)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fabricamp.apex.amp._initialize import Conversion
     from fabricamp.apex.amp._stash import AmpOptimizerState
     from fabricamp.apex.amp.frontend import Properties
-    from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
+    from fabricamp.apex.amp.handle import AmpHandle
     from fabricamp.apex.amp.scaler import LossScaler
 
 logger = logging.getLogger("fabricamp")
@@ -33,7 +33,7 @@ class AmpState:
 
     opt_properties: Properties
     loss_scalers: list[LossScaler]
-    handle: AmpHandle | NoOpHandle
+    handle: AmpHandle
     min_loss_scale: float | None
     max_loss_scale: float
 

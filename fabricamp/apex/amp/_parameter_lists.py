@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.ops.dtypes import HALF_DTYPES
@@ -12,21 +13,50 @@ if TYPE_CHECKING:
     from fabricamp.precision.gradients import Binding
 
 
-class ParameterLists:
-    """What scripts read of ``optimizer._amp_stash``.
+class GroupLists:
+    """The parameters of an optimizer group by group.
 
     ``fp16`` are half weights, ``fp32_from_fp16`` their masters, ``fp32_from_fp32`` weights that stay fp32.
     """
 
     optimizer: Any
     binding: Binding
-    kept: list[Tensor | None]
-    """The gradients of passes before the one that is running, in the order of the parameters."""
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns what backward fills with what is updated, in the order of ``param_groups``."""
         self.binding.refresh()
         return list(zip(self.binding.holders, self.binding.targets, strict=True))
+
+    def _groups(self, chosen: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
+        holders = {id(target): holder for holder, target in self.pairs()}
+        return [
+            [found for one in group["params"] if (found := chosen(holders[id(one)], one)) is not None]
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half weights of each group."""
+        return self._groups(lambda holder, _: holder if holder.dtype in HALF_DTYPES else None)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of each group."""
+        return self._groups(lambda holder, target: target if holder is not target else None)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The weights of each group that were not converted."""
+        return self._groups(
+            lambda holder, target: holder if holder is target and holder.dtype not in HALF_DTYPES else None
+        )
+
+
+class ParameterLists(GroupLists):
+    """What scripts read of ``optimizer._amp_stash``."""
+
+    kept: list[Tensor | None]
+    """The gradients of passes before the one that is running, in the order of the parameters."""
 
     @property
     def has_masters(self) -> bool:
@@ -50,29 +80,6 @@ class ParameterLists:
         return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF_DTYPES]
 
     all_fp32_params = all_fp32_from_fp32_params
-
-    def _groups(self, chosen: list[Tensor]) -> list[list[Tensor]]:
-        keys = set(map(id, chosen))
-        return [[one for one in group["params"] if id(one) in keys] for group in self.optimizer.param_groups]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The half weights of each group."""
-        holders = {id(target): holder for holder, target in self.pairs()}
-        return [
-            [holders[id(one)] for one in group["params"] if holders[id(one)].dtype in HALF_DTYPES]
-            for group in self.optimizer.param_groups
-        ]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of each group."""
-        return self._groups(self.all_fp32_from_fp16_params)
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The weights of each group that were not converted."""
-        return self._groups(self.all_fp32_from_fp32_params)
 
     def _stashed(self, chosen: list[Tensor]) -> list[Tensor | None]:
         kept = dict(zip(map(id, self.binding.targets), self.kept, strict=False))

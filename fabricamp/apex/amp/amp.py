@@ -20,7 +20,7 @@ from fabricamp.precision.opt_levels import LEVELS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
+    from fabricamp.apex.amp.handle import AmpHandle
 
 __all__ = [
     "float_function",
@@ -125,14 +125,14 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Turns O1's casts on for this thread, and nothing else; returns their handle, whose ``_deactivate()`` ends them."""
     from fabricamp.apex.amp._initialize import stop_casts
     from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
 
     stop_casts()
     if not enabled:
-        handle: AmpHandle | NoOpHandle = NoOpHandle()
+        handle: AmpHandle = NoOpHandle()
         _amp_state.handle = handle
         return handle
     dtype = LEVELS["O1"].autocast

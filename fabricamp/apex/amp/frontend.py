@@ -28,15 +28,16 @@ __all__ = [
     "state_dict",
 ]
 
-_OPTIONS: Final = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
+_UNSET: Final = {
+    "enabled": False,
+    "opt_level": None,
+    "cast_model_type": None,
+    "patch_torch_functions": False,
+    "keep_batchnorm_fp32": None,
+    "master_weights": None,
+    "loss_scale": 1.0,
+}
+"""Each option, before a level sets it."""
 
 
 class OptionAssertionError(ConfigError, AssertionError):
@@ -53,32 +54,24 @@ class Properties:
     """
 
     def __init__(self) -> None:
-        self.__dict__["options"] = {
-            "enabled": False,
-            "opt_level": None,
-            "cast_model_type": None,
-            "patch_torch_functions": False,
-            "keep_batchnorm_fp32": None,
-            "master_weights": None,
-            "loss_scale": 1.0,
-        }
+        self.__dict__["options"] = dict(_UNSET)
 
     def _update_options_dict(self, new_options: Mapping[str, Any]) -> None:
         """Sets several options."""
         for name, value in new_options.items():
-            if name not in _OPTIONS:
-                raise OptionAssertionError(f"Tried to set unexpected option {name}{nearest(name, _OPTIONS)}")
+            if name not in _UNSET:
+                raise OptionAssertionError(f"Tried to set unexpected option {name}{nearest(name, _UNSET)}")
             self.options[name] = value
 
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options", {})
         if name in options:
             return options[name]
-        raise AttributeError(f"Properties has no option {name!r}{nearest(name, _OPTIONS)}")
+        raise AttributeError(f"Properties has no option {name!r}{nearest(name, _UNSET)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _OPTIONS:
-            raise AttributeError(f"Properties has no option {name!r}{nearest(name, _OPTIONS)}")
+        if name not in _UNSET:
+            raise AttributeError(f"Properties has no option {name!r}{nearest(name, _UNSET)}")
         check = getattr(self, f"_checked_{name}", None)
         self.options[name] = value if check is None else check(value)
 

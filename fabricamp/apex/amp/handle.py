@@ -315,35 +315,13 @@ class AmpHandle:
         self._casts = self._off = None
 
 
-class NoOpHandle:
-    """The handle of levels that cast no functions."""
+class NoOpHandle(AmpHandle):
+    """The handle of levels that cast no functions: one that is never started."""
 
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Returns False."""
-        return False
-
-    def casts_off(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that changes nothing."""
-        return contextlib.nullcontext()
-
-    _disable_casts = casts_off
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Returns the old interface's optimizer, which scales nothing."""
-        from fabricamp.apex.amp.opt import OptimWrapper
-
-        return OptimWrapper(optimizer, self, num_loss)
+    def __init__(self) -> None:
+        super().__init__(enable_caching=False)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
         """Yields the loss as it is."""
         yield loss
-
-    def _clear_cache(self) -> None:
-        """Nothing is kept."""
-
-    def _deactivate(self) -> None:
-        """Nothing was replaced."""

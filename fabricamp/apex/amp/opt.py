@@ -23,7 +23,7 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer with a scale for each of ``num_loss`` losses, which come in the same order in every step."""
 
-    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         self._optimizer = optimizer
         self._handle = amp_handle
         self._scalers = [LossScaler("dynamic") for _ in range(num_loss)]

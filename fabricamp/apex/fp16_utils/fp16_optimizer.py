@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fabricamp import ops
 from fabricamp.apex._full_values import ScriptMasters
+from fabricamp.apex.amp._parameter_lists import GroupLists
 from fabricamp.apex.fp16_utils.fp16util import clip_grad_norm
 from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from fabricamp.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from fabricamp.precision.master_weights import round_to
 __all__ = ["FP16_Optimizer"]
 
 
-class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
+class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
     """``init_optimizer`` over fp32 masters of the half weights that it was built with; call ``backward(loss)`` on this.
 
     ``dynamic_loss_scale`` with ``dynamic_loss_args`` (those of :class:`DynamicLossScaler`), or ``static_loss_scale``.  The host
@@ -57,7 +58,7 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         self.clip_grad_norm = clip_grad_norm
         self._masters = ScriptMasters()
         self._convert(owned_parameters(init_optimizer))
-        self._binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
+        self.binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
 
     def _convert(self, parameters: list[Tensor]) -> None:
         """Takes note of the fp32 values of half ``parameters``."""
@@ -70,38 +71,11 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         if self.verbose:
             print(msg)  # where apex's messages go
 
-    # -- apex's lists ----------------------------------------------------------------------------------------------------------
-
-    def _grouped(self, of: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
-        self._binding.refresh()
-        holders = {
-            id(target): holder for holder, target in zip(self._binding.holders, self._binding.targets, strict=True)
-        }
-        return [
-            [chosen for one in group["params"] if (chosen := of(holders[id(one)], one)) is not None]
-            for group in self.optimizer.param_groups
-        ]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The half weights of each group."""
-        return self._grouped(lambda holder, target: holder if holder is not target else None)
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of each group."""
-        return self._grouped(lambda holder, target: target if holder is not target else None)
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The fp32 weights of each group."""
-        return self._grouped(lambda holder, target: holder if holder is target else None)
-
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803  # apex's name
         """Zeroes the gradients, or forgets them; masters forget theirs."""
-        for holder, target in zip(self._binding.holders, self._binding.targets, strict=True):
+        for holder, target in zip(self.binding.holders, self.binding.targets, strict=True):
             if holder is not target:
                 target.grad = None
             if holder.grad is None or set_grads_to_None:
@@ -118,7 +92,7 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Writes unscaled gradients into ``.grad`` of the masters, and looks for overflow."""
-        gathered = self._binding.gather(IN_PLACE)
+        gathered = self.binding.gather(IN_PLACE)
         if self.dynamic_loss_scale:
             self.overflow = self.loss_scaler.has_overflow([one.holder for one in gathered])
             if self.overflow:
@@ -173,8 +147,8 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         return result
 
     def _master_params_to_model_params(self) -> None:
-        self._binding.refresh()
-        round_to([target for _, target in self._binding.apart], [holder for holder, _ in self._binding.apart])
+        self.binding.refresh()
+        round_to([target for _, target in self.binding.apart], [holder for holder, _ in self.binding.apart])
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the masters' gradients, group by group; None after an overflow."""
@@ -261,4 +235,4 @@ class FP16_Optimizer(Optimizer):  # noqa: N801  # apex's name
         """Adds parameters, with masters for half ones."""
         self.optimizer.add_param_group(param_group)
         self._convert(self.optimizer.param_groups[-1]["params"])
-        self._binding.refresh()
+        self.binding.refresh()

@@ -24,10 +24,7 @@ class FusedAdam(StepInGroup, optimizers.FusedAdam):
     (tensor([0.9000, 0.9000]), 1)
     """
 
-    @property
-    def multi_tensor_adam(self) -> Callable[..., None]:
-        """The function of ``amp_C`` for this rule."""
-        return amp_C.multi_tensor_adam
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
     ``state_dict()`` has the norms of a group as ``exp_avg_sq`` too: those of fp16 parameters, and of the others.
     """
 
-    @property
-    def multi_tensor_novograd(self) -> Callable[..., None]:
-        """The function of ``amp_C`` for this rule."""
-        return amp_C.multi_tensor_novograd
+    multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, with the norms in the groups as well as for each parameter."""

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from fabricamp.apex._extensions.apex_C import flatten, unflatten
 
-__all__ = [
-    "apply_flat_dist_call",
-    "extract_tensors",
-    "flat_dist_call",
-    "flatten",
-    "import_flatten_impl",
-    "split_by_type",
-    "split_half_float_double",
-    "unflatten",
-]
-
 
 def import_flatten_impl() -> None:
     """Does nothing: there is one ``flatten``, and it is here."""

@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fabricamp.apex._extensions.apex_C import flatten, unflatten
 from fabricamp.apex._full_values import share_full_values
 from fabricamp.apex.parallel._flat_calls import (
     apply_flat_dist_call,
     extract_tensors,
     flat_dist_call,
-    flatten,
     import_flatten_impl,
     split_by_type,
     split_half_float_double,
-    unflatten,
 )
 from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
 from fabricamp.containers import tensors_within
