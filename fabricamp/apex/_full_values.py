@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from fabricamp.ops.dtypes import HALF_DTYPES
-from fabricamp.precision.master_weights import MasterWeights
+from fabricamp.precision.master_weights import FullValue, MasterWeights
 from fabricamp.say_once import say_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from fabricamp.precision.master_weights import FullValue
 
 _known: WeakSet[ScriptMasters] = WeakSet()
 

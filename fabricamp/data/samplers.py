@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from fabricamp.data.orders import Draw, Order
+from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, Order, numbers
 
 
 class TrainSampler(Sampler[Any]):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from fabricamp import ops
-from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from fabricamp.gradients.flat import Message
+from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Message, Transport
 
 _grad: Final = operator.attrgetter("grad")
 

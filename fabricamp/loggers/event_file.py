@@ -10,20 +10,16 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.trouble import reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from fabricamp.loggers.trouble import Trouble
+from fabricamp.loggers.trouble import Trouble, reason_of
 
 _MOST_BYTES = 64 * 2**20
 """So much waits in memory for a disk that refuses it."""

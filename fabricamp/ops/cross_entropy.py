@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.ops.bridge import c_type, kernel, runs_kernels
+from fabricamp.ops.bridge import Kernel, c_type, kernel, runs_kernels
 from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
-
-if TYPE_CHECKING:
-    from fabricamp.ops.bridge import Kernel
 
 _REDUCTIONS: Final = ("mean", "sum", "none")
 _LABELS: Final = {torch.int64: "int64", torch.int32: "int"}

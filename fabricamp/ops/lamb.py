@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fabricamp.ops.reference import corrections, logarithms, one_each, prepared, widened
-from fabricamp.ops.rules import Cells, Rows, Rule, Tensors, function_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from fabricamp.ops.rules import Steering
-    from fabricamp.ops.table import Table
+from fabricamp.ops.rules import Cells, Rows, Rule, Steering, Tensors, function_of
+from fabricamp.ops.table import Table
 
 
 @dataclass

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
-from fabricamp.ops.rules import Rows, Rule, update
+from fabricamp.ops.rules import Rows, Rule, Steering, update
+from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from fabricamp.ops.rules import Steering
     from fabricamp.ops.step_state import StepState
-    from fabricamp.ops.table import Table
 
 
 @dataclass

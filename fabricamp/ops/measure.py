@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from fabricamp.ops import dispatch
 from fabricamp.ops.cross_entropy import fused_cross_entropy
+from fabricamp.ops.dispatch import Bands, Card, Runner
 from fabricamp.ops.norm.normalization import layer_norm, rms_norm
 from fabricamp.torch_private import sleep_on_gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fabricamp.ops.dispatch import Bands, Card, Runner
 
 _BYTES: Final = 2**28  # several times any cache, and long enough for the host to keep ahead
 _ROUNDS: Final = 5

@@ -6,23 +6,19 @@ a column is one role over all rows.  Addresses stay in device memory; only those
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fabricamp.ops import bridge
+from fabricamp.ops.bridge import Kind
 from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, same_layout
 from fabricamp.ops.uploads import CAPTURES, is_capturing, lasting_memory, upload
-
-if TYPE_CHECKING:
-    import ctypes
-    from collections.abc import Sequence
-    from typing import TypeGuard
-
-    from fabricamp.ops.bridge import Kind
 
 CHUNK_SIZE: Final = 32768  # 16 Ki to 64 Ki are within 4 % of each other; this is best where tensors are many and small
 THREADS: Final = 512

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import LambRule, Rows, Steering
 from fabricamp.ops.lamb import gradient_norm, launch_norm
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
-
-    from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Part
 
 
 class FusedLAMB(FusedOptimizer):

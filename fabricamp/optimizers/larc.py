@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
 from fabricamp.ops import LarcRule, Steering
@@ -16,11 +18,6 @@ from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from fabricamp import ops
 
 
 class LARC(NamesKeywords, Optimizer):

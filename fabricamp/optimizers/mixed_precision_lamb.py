@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import LambRule
+from fabricamp.ops import LambRule, Steering
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from fabricamp.ops import Steering
-    from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Part
 
 
 class _UncountedRule(LambRule):

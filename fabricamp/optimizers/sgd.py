@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import Rule, SgdRule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Part
 
 
 class FusedSGD(FusedOptimizer):

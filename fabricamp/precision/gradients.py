@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
+from fabricamp.gradients.flat import Gradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.fused import flags_of
-from fabricamp.precision.master_weights import adopt
+from fabricamp.precision.master_weights import MasterWeights, adopt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.optim import Optimizer
 
-    from fabricamp.gradients.flat import Gradients
     from fabricamp.precision.blame import Blame, Looked
-    from fabricamp.precision.master_weights import MasterWeights
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fabricamp.precision.loss_scaler import LAG
+from fabricamp.precision.loss_scaler import LAG, LossScaler, Overflow, Verdict
 from fabricamp.precision.nonfinite import described
 from fabricamp.strategies.base import Strategy
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fabricamp.precision.gradients import Binding
-    from fabricamp.precision.loss_scaler import LossScaler, Overflow, Verdict
 
 
 class Verdicts:

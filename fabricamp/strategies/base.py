@@ -17,6 +17,7 @@ from fabricamp.errors import ConfigError, DistributedError, FabricampError, near
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.keywords import NamesKeywords
 from fabricamp.registry import Registry
+from fabricamp.torch_private import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.gradients.memory import GradientMemory
-    from fabricamp.torch_private import Store
 
 Value = TypeVar("Value")
 

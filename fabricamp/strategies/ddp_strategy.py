@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
 
 from fabricamp.errors import ConfigError
+from fabricamp.strategies.base import Environment
 from fabricamp.strategies.ddp import DDP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-    import torch
-
-    from fabricamp.strategies.base import Environment
 
 __all__ = ["DDPStrategy"]
 

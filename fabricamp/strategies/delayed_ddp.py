@@ -20,7 +20,7 @@ from fabricamp.strategies.exchange_options import (
     indices_of_triggers,
     marked,
 )
-from fabricamp.strategies.overlapped import Local, Overlap, exchanges_statistics, lanes_for
+from fabricamp.strategies.overlapped import Lane, Local, Overlap, exchanges_statistics, lanes_for
 from fabricamp.strategies.presence import Differences, listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fabricamp.gradients.memory import GradientMemory
-    from fabricamp.strategies.overlapped import Lane
 
 _MOST_LISTS = 8
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fabricamp.errors import ConfigError
-from fabricamp.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from fabricamp.strategies.base import Environment
+from fabricamp.strategies.base import Environment, Strategy
 
 __all__ = ["SingleDeviceStrategy"]
 

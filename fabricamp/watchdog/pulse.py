@@ -9,17 +9,12 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
-from fabricamp.state import NOT_VALIDATING, RunningStage, Scope
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
-
-    from fabricamp.state import RunState
+from fabricamp.state import NOT_VALIDATING, RunningStage, RunState, Scope
 
 # What the main thread does; most suspicious first.
 _DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING = "data", "elsewhere", "saving", "ended", "waiting"

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fabricamp.errors import DistributedError
-from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING
+from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
 ANSWER_SECONDS = 10.0

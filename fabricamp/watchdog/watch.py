@@ -11,26 +11,22 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torch.distributed import DistNetworkError
 
 from fabricamp.errors import DistributedError
 from fabricamp.launch import record_end
-from fabricamp.torch_private import PrefixStore, default_store
+from fabricamp.state import RunState
+from fabricamp.strategies.base import Strategy
+from fabricamp.torch_private import PrefixStore, Store, default_store
 from fabricamp.watchdog.pulse import Diagnosis, Pulse, PulseTaker, judge, place
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
 from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fabricamp.state import RunState
-    from fabricamp.strategies.base import Strategy
-    from fabricamp.torch_private import Store
 
 _POLL_SECONDS = 0.1
 _SHORTEST_SECONDS = 0.0005

@@ -1,6 +1,5 @@
 """A script for Lightning with its imports changed: mypy checks it strictly with the package, and a test runs it."""
 
-# ruff: noqa: TC001 - as scripts write it
 from __future__ import annotations
 
 from typing import Any

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.hooks import RemovableHandle
 
 from fabricamp.apex._full_values import ScriptMasters
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, warn_or_err
@@ -22,15 +24,8 @@ from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.casting import own_tensors
 from fabricamp.precision.conversion import bounded, check_autocast, check_full_weights, convert
+from fabricamp.precision.opt_levels import Level
 from fabricamp.precision.plain_step import demands_closure
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-    from torch.utils.hooks import RemovableHandle
-
-    from fabricamp.precision.opt_levels import Level
 
 
 class AmpTypeError(ConfigError, TypeError):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricamp.apex.amp._amp_state import _amp_state
 from fabricamp.apex.amp._stash import AmpOptimizerState
+from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.optimizers import LARC
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fabricamp.apex.amp.scaler import LossScaler
 
 
 def process_optimizer(optimizer: Any) -> AmpOptimizerState:

@@ -11,7 +11,7 @@ import torch
 
 from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero, maybe_print
 from fabricamp.apex.amp._process_optimizer import process_optimizer
-from fabricamp.apex.amp._stash import give_masters
+from fabricamp.apex.amp._stash import AmpOptimizerState, give_masters
 from fabricamp.errors import ConfigError, NonFiniteError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.autocast import Autocast, without_autocast
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabricamp.apex.amp._stash import AmpOptimizerState
     from fabricamp.apex.amp.opt import OptimWrapper
     from fabricamp.apex.amp.scaler import LossScaler
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
 
 from fabricamp.apex.amp._amp_state import AmpError
 from fabricamp.apex.amp._process_optimizer import process_optimizer
-from fabricamp.apex.amp.handle import NoOpHandle, backward_pass
+from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle, backward_pass
 from fabricamp.apex.amp.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from fabricamp.apex.amp.handle import AmpHandle
 
 __all__ = ["OptimWrapper"]
 

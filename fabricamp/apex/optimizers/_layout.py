@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fabricamp.optimizers import FusedOptimizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Part
 
 
 class OverflowBuffer:

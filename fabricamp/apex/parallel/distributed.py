@@ -6,12 +6,14 @@ import contextlib
 import inspect
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fabricamp.apex._extensions.apex_C import flatten, unflatten
 from fabricamp.apex._full_values import share_full_values
@@ -38,16 +40,9 @@ from fabricamp.strategies.exchange_options import (
     checked_triggers,
     marked,
 )
-from fabricamp.strategies.overlapped import Overlap, lanes_for
+from fabricamp.strategies.overlapped import Lane, Overlap, lanes_for
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.torch_private import call_at_end_of_backward, current_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch.utils.hooks import RemovableHandle
-
-    from fabricamp.strategies.overlapped import Lane
 
 __all__ = [
     "DistributedDataParallel",

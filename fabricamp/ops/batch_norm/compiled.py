@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fabricamp.ops.batch_norm.exchange import exchange_of
-from fabricamp.ops.batch_norm.plans import plan_of
+from fabricamp.ops.batch_norm.plans import Plan, Running, plan_of
 from fabricamp.ops.batch_norm.reference import update_running
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fabricamp.ops.batch_norm.plans import Plan, Running
 
 _KIND: Final = "bool relu, bool channel_last, SymInt exchange"
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fabricamp.ops import bridge
-from fabricamp.ops.batch_norm.exchange import gather
+from fabricamp.ops.batch_norm.exchange import Route, gather
 from fabricamp.ops.batch_norm.geometry import WIDEST, Geometry
-
-if TYPE_CHECKING:
-    import ctypes
-
-    from torch import Tensor
-
-    from fabricamp.ops.batch_norm.exchange import Route
 
 THREADS = 512
 WAITING_SHARE = 16

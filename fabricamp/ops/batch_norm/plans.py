@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.batch_norm.exchange import BatchNormExchange, Route
 from fabricamp.ops.batch_norm.kernels import KernelMemory, KernelPlan, serves
 from fabricamp.ops.batch_norm.reference import ReferencePlan
-
-if TYPE_CHECKING:
-    from fabricamp.ops.batch_norm.exchange import BatchNormExchange, Route
 
 Plan = KernelPlan | ReferencePlan
 Running = tuple[Tensor, Tensor, Tensor | None]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fabricamp.ops.batch_norm.exchange import gather
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fabricamp.ops.batch_norm.exchange import Route
+from fabricamp.ops.batch_norm.exchange import Route, gather
 
 
 class ReferencePlan:

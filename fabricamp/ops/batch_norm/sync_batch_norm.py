@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +11,7 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.ops.batch_norm.compiled import compiled_batch_norm
 from fabricamp.ops.batch_norm.exchange import BatchNormExchange
-from fabricamp.ops.batch_norm.plans import plan_of, reference_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fabricamp.ops.batch_norm.plans import Plan, Running
+from fabricamp.ops.batch_norm.plans import Plan, Running, plan_of, reference_of
 
 _TWICE: Final = (
     "SyncBatchNorm has no second derivative: its backward ran with create_graph=True, and what was asked for passes through it; "

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fabricamp.ops.bridge import kernel
+from fabricamp.ops.bridge import Kernel, kernel
 from fabricamp.ops.norm import clusters
 from fabricamp.ops.norm import plans as norm_plans
-from fabricamp.ops.norm.plans import Layout, Norm, Ring
-
-if TYPE_CHECKING:
-    from fabricamp.ops.bridge import Kernel
-    from fabricamp.ops.norm.plans import Residents
+from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
 
 _ANY: Final = 2**31 - 1
 _COLUMN_BLOCKS: Final = 3

@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from fabricamp.ops.bridge import c_type
+from fabricamp.ops.bridge import Defines, c_type
 from fabricamp.ops.norm import clusters
-
-if TYPE_CHECKING:
-    from fabricamp.ops.bridge import Defines
 
 _MOST_LANES: Final = 1024
 _FORWARD_LANES: Final = 256
