@@ -131,7 +131,7 @@ def on_a_full_disk(folder, kind, sender):
     logger = kind(folder)
 
     def fill():
-        file = next(logger.folder.glob("*[!l]"))  # but for hparams.yaml
+        file = next(logger.folder.glob("*[!ln]"))  # but for hparams.yaml and run.json
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 7, resource.RLIM_INFINITY))
 
     def free():
