@@ -16,7 +16,8 @@ HEAD = """# Reference
 
 `python docs/render_reference.py` makes this page from the docstrings, which `help(fabricamp.Trainer)` and so on show too.
 [Trainer](#trainer), [TrainingModule](#trainingmodule), [hooks](#order-of-hooks), [DataModule](#datamodule), [Callback](#callback),
-[callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies), [precision](#precision), [the rest](#the-rest).
+[callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies),
+[Tuner](#tuner), [precision](#precision), [the rest](#the-rest).
 """
 ENTRIES = ("fit", "validate", "test", "predict")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks")
@@ -237,6 +238,15 @@ def classes(part: Any, base: type) -> list[tuple[str, type]]:
     return [(name, one) for name, one in kinds.items() if one.__name__ == name]
 
 
+def searches() -> list[str]:
+    from fabricamp.tuner import Tuner
+    from fabricamp.tuner.lr_finder import LRFinder
+
+    parts = ["## Tuner", described("", Tuner, named=False)]
+    parts += [described(name, getattr(Tuner, name)) for name in ("lr_find", "scale_batch_size")]
+    return [*parts, described("LRFinder", LRFinder), faces(LRFinder, ["suggestion", "plot"])]
+
+
 def rest() -> list[str]:
     from fabricamp import OptLevel, clip_grad_norm_, runs, seed_everything
 
@@ -253,7 +263,8 @@ def rest() -> list[str]:
 
 
 def render() -> str:
-    parts = [HEAD.strip(), *trainer(), *module(), *data(), *all_callbacks(), *all_loggers(), *all_strategies(), *rest()]
+    parts = [HEAD.strip(), *trainer(), *module(), *data(), *all_callbacks(), *all_loggers(), *all_strategies()]
+    parts += [*searches(), *rest()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
         trainer as trainer,
     )
     from fabricamp import (
+        tuner as tuner,
+    )
+    from fabricamp import (
         utilities as utilities,
     )
     from fabricamp.callbacks.base import Callback
@@ -94,6 +97,7 @@ _PARTS = (
     "precision",
     "strategies",
     "trainer",
+    "tuner",
     "utilities",
 )
 

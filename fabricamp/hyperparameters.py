@@ -147,6 +147,40 @@ class HyperparametersMixin:
                 hparams[name] = value if is_config(value) or isinstance(value, argparse.Namespace) else _copied(value)
 
 
+class Holder:
+    """One place of a value, such as the learning rate: an attribute or a hyper-parameter, which can be read and set."""
+
+    def __init__(self, owner: Any, name: str, *, by_key: bool) -> None:
+        self._owner = owner
+        self._name = name
+        self._by_key = by_key
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return self._owner[self._name] if self._by_key else getattr(self._owner, self._name)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if self._by_key:
+            self._owner[self._name] = value
+        else:
+            setattr(self._owner, self._name, value)
+
+
+def holders_of(name: str, *owners: Any) -> list[Holder]:
+    """Returns every place that has a value called ``name``: attributes and hyper-parameters; an owner may be None."""
+    found = []
+    for owner in owners:
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            found.append(Holder(owner, name, by_key=False))
+        if name in owner.hparams:
+            found.append(Holder(owner.hparams, name, by_key=True))
+    return found
+
+
 def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping | argparse.Namespace)  # OmegaConf's are mappings
 

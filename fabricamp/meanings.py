@@ -38,8 +38,8 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         # what Lightning 1 had
         "amp_backend": "leave it out: apex's opt levels are precision='O1' or 'O2'",
         "amp_level": "write precision={value}",
-        "auto_lr_find": "the search for a learning rate is not offered: leave it out",
-        "auto_scale_batch_size": "the search for a batch size is not offered: leave it out",
+        "auto_lr_find": "leave it out, and call Tuner(trainer).lr_find(model), of fabricamp.tuner",
+        "auto_scale_batch_size": "leave it out, and call Tuner(trainer).scale_batch_size(model), of fabricamp.tuner",
         "auto_select_gpus": "leave it out: devices='auto' takes all GPUs, devices=[2, 3] these",
         "checkpoint_callback": "write enable_checkpointing={value}, or callbacks=[ModelCheckpoint(...)]",
         "default_save_path": "write default_root_dir={value}",

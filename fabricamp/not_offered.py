@@ -22,12 +22,10 @@ NOT_OFFERED: Final = {
     "accelerators.XLAAccelerator": _HARDWARE,
     "callbacks.BackboneFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
-    "callbacks.BatchSizeFinder": "give the batch size",
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
     "callbacks.EMAWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
     "callbacks.GradientAccumulationScheduler": "set trainer.accumulate_grad_batches between two fits: the second goes on",
     "callbacks.LambdaCallback": "write a Callback with these hooks",
-    "callbacks.LearningRateFinder": "give the learning rate",
     "callbacks.ModelPruning": "call torch.nn.utils.prune in a Callback",
     "callbacks.OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "callbacks.SpikeDetection": "use Trainer(nan_policy=...) for what is not finite",
@@ -57,7 +55,6 @@ NOT_OFFERED: Final = {
     "strategies.launchers": "give Trainer(start_method='spawn' or 'fork'), or start the script by torchrun",
     "trainer.call": _OWN_LOOP,
     "trainer.connectors": "what a connector holds is an attribute of the Trainer (docs/from-lightning.md)",
-    "tuner": "give the learning rate and the batch size",
     "utilities.argparse": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
     "utilities.cloud_io": "read a checkpoint with torch.load(path, weights_only=True), a remote one through fsspec",
     "utilities.compile": "call torch.compile on what the step calls, or module.compile()",
@@ -82,12 +79,10 @@ NOT_OFFERED: Final = {
 _PATHS: Final = {
     "accelerators.mps": "accelerators.MPSAccelerator",
     "accelerators.xla": "accelerators.XLAAccelerator",
-    "callbacks.batch_size_finder": "callbacks.BatchSizeFinder",
     "callbacks.checkpoint": "callbacks.Checkpoint",
     "callbacks.finetuning": "callbacks.BaseFinetuning",
     "callbacks.gradient_accumulation_scheduler": "callbacks.GradientAccumulationScheduler",
     "callbacks.lambda_function": "callbacks.LambdaCallback",
-    "callbacks.lr_finder": "callbacks.LearningRateFinder",
     "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
     "callbacks.pruning": "callbacks.ModelPruning",
     "callbacks.spike": "callbacks.SpikeDetection",
@@ -121,8 +116,10 @@ _HOMES: Final = {
     "": ("Callback", "LightningDataModule", "LightningModule"),
     "callbacks": (
         "BasePredictionWriter",
+        "BatchSizeFinder",
         "DeviceStatsMonitor",
         "EarlyStopping",
+        "LearningRateFinder",
         "LearningRateMonitor",
         "ModelCheckpoint",
         "ModelSummary",
@@ -133,6 +130,7 @@ _HOMES: Final = {
     ),
     "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
     "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
+    "tuner": ("Tuner",),
 }
 """Where Lightning's names of classes stand here."""
 

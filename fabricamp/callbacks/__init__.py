@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.amp_state import AmpState
     from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
     from fabricamp.callbacks.base import CALLBACKS, Callback
+    from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
     from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor
     from fabricamp.callbacks.divergence_check import DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
+    from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.callbacks.model_summary import ModelSummary
     from fabricamp.callbacks.prediction_writer import BasePredictionWriter
@@ -26,11 +28,13 @@ __all__ = [
     "AmpState",
     "AsyncCheckpoint",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "DivergenceCheck",
     "EarlyStopping",
     "EarlyStoppingReason",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
@@ -44,12 +48,14 @@ _FILES = {
     "AmpState": "amp_state",
     "AsyncCheckpoint": "async_checkpoint",
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
     "CALLBACKS": "base",
     "Callback": "base",
     "DeviceStatsMonitor": "device_stats_monitor",
     "DivergenceCheck": "divergence_check",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",

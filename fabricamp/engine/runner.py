@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.errors import ConfigError
+from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
 from fabricamp.rng import deterministic_mode
@@ -25,7 +28,7 @@ from fabricamp.state import TrainerFn
 from fabricamp.watchdog import interrupts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from fabricamp.callbacks.base import Callback
@@ -100,6 +103,28 @@ class Runner:
             callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
         self._put = sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
         self.trainer.callbacks[:] = self._put
+
+    @contextlib.contextmanager
+    def apart(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
+        """A context for runs of ``module`` with these callbacks alone; after it settings, counters and so on are what they were."""
+        trainer, own = self.trainer, dict(vars(self))
+        names = ("state", "precision_plugin", "ckpt_path", "log_dir", "loggers")
+        before, listed = {name: getattr(trainer, name) for name in names}, list(trainer.callbacks)
+        self.settings = dataclasses.replace(self.settings)
+        self._given_callbacks, self._default_callbacks, self._own_callbacks, self._put = [], [], [], []
+        self._callbacks_of = module
+        trainer.callbacks[:] = callbacks
+        trainer.precision_plugin = copy.deepcopy(trainer.precision_plugin)
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        try:
+            yield
+        finally:
+            vars(self).update(own)
+            trainer.callbacks[:] = listed
+            for name, value in before.items():
+                setattr(trainer, name, value)
+            if self.session is not None:
+                trainer.strategy.attach(self.session)
 
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:

@@ -28,6 +28,7 @@ from fabricamp.trainer.arguments import (
 from fabricamp.trainer.defaults import from_environment, with_defaults
 from fabricamp.trainer.given_parts import as_callbacks, as_loggers
 from fabricamp.trainer.properties import TrainerProperties
+from fabricamp.tuner.finders import search_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -299,6 +300,8 @@ class Trainer(TrainerProperties):
             )
             result = start_workers(runner, run, fn, module, source)
         else:
+            runner.take_callbacks(module)
+            search_first(self, module, source, ckpt_path)
             with runner.session_of(fn, module, source) as session:
                 session.attach()
                 session.open(*runner.resolve(ckpt_path))

@@ -17,7 +17,6 @@ MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
     "finetuning_callback": "callbacks.BaseFinetuning",
     "profiler": "profilers.SimpleProfiler",
-    "tuner": "tuner.Tuner",
     "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
 }
 """Programs that wait for a feature, by what is missing."""

@@ -33,6 +33,7 @@ trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, e
 tuner = Tuner(trainer)
 size = tuner.scale_batch_size(model, mode="power", steps_per_trial=2, max_trials=3)
 print("batch size", size, model.hparams.batch_size)
+pl.seed_everything(1)  # that search leaves random numbers where its trials came to
 
 finder = tuner.lr_find(model, min_lr=1e-5, max_lr=1.0, num_training=40)
 print("tried", len(finder.results["lr"]), f"{finder.results['lr'][0]:.8f} {finder.results['lr'][-1]:.8f}")

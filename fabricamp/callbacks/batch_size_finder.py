@@ -1,0 +1,90 @@
+"""A search for the largest batch size before a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.hyperparameters import holders_of
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_MODES = ("power", "binsearch")
+
+
+class BatchSizeFinder(Callback):
+    """Looks for the largest batch size that fits into memory before a run, and runs with it: ``Tuner.scale_batch_size``.
+
+    The module or the DataModule makes its loaders with the size that it keeps.  A run that goes on from a checkpoint has the size
+    from there.  A subclass that overrides ``on_fit_start`` searches nothing.
+
+    Args:
+        mode: "power" doubles the size until it does not fit; "binsearch" goes on between the last two sizes.
+        steps_per_trial: so many steps, or batches, are tried with a size.
+        init_val: the first size.
+        max_trials: so many sizes are found to fit at most.
+        batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
+        margin: what "binsearch" leaves unused, as a share.
+        max_val: the largest size that is tried.
+
+    Raises:
+        ConfigError: for a wrong argument; in the run for several processes, loaders, or where nothing has ``batch_arg_name``.
+
+    Example:
+        >>> finder = BatchSizeFinder(mode="binsearch", init_val=16)
+    """
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        if str(mode).lower() not in _MODES:
+            raise ConfigError(f"mode={mode!r} is not known{nearest(mode, _MODES)} (known: 'power', 'binsearch')")
+        if not 0 <= margin < 1:
+            raise ConfigError(f"margin={margin!r} is not allowed; give a share from 0 up to, not including, 1")
+        counts = {
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "max_val": max_val,
+        }
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name}={count!r} is not allowed; give a whole number from 1")
+        self.mode = str(mode).lower()
+        self.steps_per_trial = steps_per_trial
+        self.init_val = init_val
+        self.max_trials = max_trials
+        self.batch_arg_name = batch_arg_name
+        self.margin = margin
+        self.max_val = max_val
+        self.optimal_batch_size: int | None = None
+        """What the search found; None before it."""
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Refuses: within a run there is no search."""
+        raise ConfigError(
+            "scale_batch_size was called within a run, where the module cannot be tried and given back; end the fit "
+            "(max_epochs), call Tuner(trainer).scale_batch_size(module), raise trainer.fit_loop.max_epochs and fit again"
+        )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Sets the size that the run began with."""
+        size = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("batch_size")
+        if size is not None:
+            self.optimal_batch_size = size
+            for holder in holders_of(self.batch_arg_name, pl_module, trainer.datamodule):
+                holder.value = size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the size that was found."""
+        return {} if self.optimal_batch_size is None else {"batch_size": self.optimal_batch_size}

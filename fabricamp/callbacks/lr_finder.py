@@ -1,0 +1,85 @@
+"""A search for a learning rate before a fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.hyperparameters import holders_of
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_MODES = ("exponential", "linear")
+
+
+class LearningRateFinder(Callback):
+    """Looks for a learning rate before the fit, and trains with it: ``Tuner.lr_find``.
+
+    The search is over before ``setup`` and ``configure_optimizers`` of the fit, so schedules are made with the rate that was found.
+    A run that goes on from a checkpoint has it from there.  To search amid a training, end the fit and call ``Tuner.lr_find``
+    before the next one, which goes on.  A subclass that overrides ``on_fit_start`` searches nothing.
+
+    Args:
+        min_lr: the first rate.
+        max_lr: the last rate.
+        num_training_steps: how many rates are tried, an update each.
+        mode: how the rate grows: "exponential" or "linear".
+        early_stop_threshold: the search ends where the loss is so many times the smallest one; None: it does not.
+        update_attr: sets the suggested rate where the module keeps it; False only notes it in ``optimal_lr``.
+        attr_name: where that is, among attributes and hyper-parameters; "" stands for ``lr`` or ``learning_rate``.
+
+    Raises:
+        ConfigError: for a wrong argument; in ``fit`` for several optimizers or manual optimization.
+
+    Example:
+        >>> finder = LearningRateFinder(min_lr=1e-6, max_lr=0.1)
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        if str(mode).lower() not in _MODES:
+            raise ConfigError(f"mode={mode!r} is not known{nearest(mode, _MODES)} (known: 'exponential', 'linear')")
+        if not 0 < min_lr < max_lr:
+            raise ConfigError(f"min_lr={min_lr!r} and max_lr={max_lr!r}: give rates above 0, the smaller one as min_lr")
+        if num_training_steps < 1:
+            raise ConfigError(f"the search takes 1 step or more, and was given {num_training_steps!r}")
+        self.min_lr = min_lr
+        self.max_lr = max_lr
+        self.num_training_steps = num_training_steps
+        self.mode = str(mode).lower()
+        self.early_stop_threshold = early_stop_threshold
+        self.update_attr = update_attr
+        self.attr_name = attr_name
+        self.optimal_lr: Any = None
+        """What the search found: ``results``, ``suggestion()`` and ``plot()``; None before it."""
+        self.found: dict[str, Any] = {}
+        """The name and the rate that were set."""
+
+    def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Refuses: within a fit there is no search."""
+        raise ConfigError(
+            "lr_find was called within a run, where the module cannot be tried and given back; end the fit (max_epochs), call "
+            "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again, which goes on"
+        )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Sets the rate that the run began with."""
+        self.found = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        if self.found:
+            for holder in holders_of(self.found["name"], pl_module, trainer.datamodule):
+                holder.value = self.found["rate"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the name and the rate that were set."""
+        return dict(self.found)

@@ -1,0 +1,7 @@
+"""Searches before a fit: a learning rate, and the largest batch size that fits into memory."""
+
+from __future__ import annotations
+
+from fabricamp.tuner.tuning import Tuner
+
+__all__ = ["Tuner"]

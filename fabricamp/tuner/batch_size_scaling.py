@@ -1,0 +1,169 @@
+"""The search for the largest batch size that fits into memory: fits, or other runs, of a few steps each."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.data import CombinedLoader
+from fabricamp.data.lengths import known_length
+from fabricamp.engine.session import KINDS, LOADERS
+from fabricamp.errors import ConfigError
+from fabricamp.hyperparameters import holders_of
+from fabricamp.state import TrainerFn
+from fabricamp.tuner.trials import evaluate, leaving_no_trace, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.source import GivenData
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+
+
+def scale_batch_size(
+    trainer: Trainer,
+    module: TrainingModule,
+    source: GivenData,
+    *,
+    mode: str,
+    steps_per_trial: int,
+    init_val: int,
+    max_trials: int,
+    batch_arg_name: str,
+    margin: float,
+    max_val: int,
+) -> int:
+    """Runs the search; module, data and Trainer are what they were after it, the batch size too."""
+    holders = holders_of(batch_arg_name, module, source.datamodule)
+    _check(trainer, module, source, batch_arg_name, found=bool(holders))
+    before = [one.value for one in holders]
+    run = train if source.fn is TrainerFn.FITTING else evaluate
+
+    def fits(size: int) -> bool:
+        for one in holders:
+            one.value = size
+        guard = _Guard()
+        run(trainer, module, source, steps_per_trial, within=guard)
+        _free_memory(collect=not guard.fits)
+        return guard.fits
+
+    try:
+        with leaving_no_trace(trainer, module):
+            search = _Search(fits, lambda: _num_samples(trainer), max_trials=max_trials, max_val=max_val)
+            size = search.doubled(init_val)
+            if mode == "binsearch":
+                size = max(1, int(search.halved() * (1 - margin)))
+    finally:
+        for one, value in zip(holders, before, strict=True):
+            one.value = value
+    return size
+
+
+class _Search:
+    """The largest size that ``fits``: doubled until one does not, or until all samples are in one batch."""
+
+    def __init__(
+        self, fits: Callable[[int], bool], num_samples: Callable[[], float], *, max_trials: int, max_val: int
+    ) -> None:
+        self._fits = fits
+        self._num_samples = num_samples
+        self._left = max_trials
+        self._most: float = max_val
+        self._low = 0
+        self._high: int | None = None
+
+    def doubled(self, size: int) -> int:
+        """Returns the largest size that fitted; the first one is halved until it does."""
+        size = int(min(size, self._most))
+        while self._try(size):
+            self._most = min(self._most, self._num_samples())
+            if self._left == 0 or size >= self._most or (self._high is not None and 2 * size >= self._high):
+                return self._low
+            size = int(min(2 * size, self._most))
+        if self._low:
+            return self._low
+        if size == 1:
+            raise ConfigError(
+                "a batch of 1 sample is too large for the memory already; make the model smaller, or choose precision='O2' or "
+                "'bf16-mixed'"
+            )
+        return self.doubled(size // 2)
+
+    def halved(self) -> int:
+        """Returns the largest size that fits between the largest that did and the smallest that did not."""
+        while self._high is not None and self._high - self._low > 1 and self._left:
+            self._try((self._low + self._high) // 2)
+        return self._low
+
+    def _try(self, size: int) -> bool:
+        if self._fits(size):
+            self._low = size
+            self._left -= 1
+            return True
+        self._high = size
+        return False
+
+
+class _Guard:
+    """Survives what a lack of memory raises; ``fits`` says whether there was none."""
+
+    def __init__(self) -> None:
+        self.fits = True
+
+    def __call__(self, run: Callable[[], Any]) -> bool:
+        """Returns whether ``run`` came to its end."""
+        try:
+            run()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_of_memory(error):
+                raise
+            self.fits = False
+        return self.fits
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+def _free_memory(*, collect: bool) -> None:
+    """Gives back what the last trial held; of one that was broken off frames may be in cycles."""
+    if collect:
+        gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _num_samples(trainer: Trainer) -> float:
+    """How many samples the loaders of the last trial have; infinity where one does not tell."""
+    session = trainer._runner.session
+    assert session is not None
+    if session.fn is TrainerFn.FITTING:
+        loader = session.data.train_loader
+        loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+    else:
+        loaders = session.data.evaluation_loaders(LOADERS[KINDS[session.fn]])
+    return max(known_length(getattr(one, "dataset", None)) for one in loaders)
+
+
+def _check(trainer: Trainer, module: TrainingModule, source: GivenData, name: str, *, found: bool) -> None:
+    if trainer.world_size > 1:
+        raise ConfigError(
+            f"scale_batch_size works with one process, but this Trainer has {trainer.world_size} (strategy "
+            f"{trainer.strategy.name!r}): a rank that is out of memory would leave the others waiting; search with devices=1"
+        )
+    kind = {TrainerFn.FITTING: "train", TrainerFn.VALIDATING: "val"}.get(source.fn, source.fn.value)
+    if source.given(kind) is not None:
+        raise ConfigError(
+            f"scale_batch_size was given loaders, whose batch size it cannot change; write {kind}_dataloader into "
+            f"{type(module).__name__} or a DataModule, with batch_size=self.{name}"
+        )
+    if not found:
+        raise ConfigError(
+            f"neither {type(module).__name__} nor its hparams, nor a DataModule, has {name!r}; keep the batch size under this name "
+            "and make the loaders with it, or give batch_arg_name="
+        )

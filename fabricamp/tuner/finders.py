@@ -1,0 +1,117 @@
+"""Runs the searches that callbacks and the Tuner describe, and puts what they found where it belongs."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
+from fabricamp.callbacks.lr_finder import LearningRateFinder
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.engine.notices import say
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.hyperparameters import holders_of
+from fabricamp.say_once import say_once
+from fabricamp.state import TrainerFn
+from fabricamp.tuner.batch_size_scaling import scale_batch_size
+from fabricamp.tuner.lr_finder import lr_find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.source import GivenData
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_RATES = ("lr", "learning_rate")
+
+
+def search_first(trainer: Trainer, module: TrainingModule, source: GivenData, ckpt_path: object) -> None:
+    """Runs the searches of the Trainer's callbacks, in their order; a run that goes on from a checkpoint has its values there."""
+    if ckpt_path not in (None, "auto"):
+        return
+    for one in [*trainer.callbacks]:
+        if isinstance(one, LearningRateFinder | BatchSizeFinder) and not overrides(one, "on_fit_start", Callback):
+            if isinstance(one, BatchSizeFinder):
+                find_batch_size(trainer, one, module, source)
+            elif source.fn is TrainerFn.FITTING:
+                find_learning_rate(trainer, one, module, source, lambda search: search(trainer))
+
+
+def find_learning_rate(
+    trainer: Trainer,
+    options: LearningRateFinder,
+    module: TrainingModule,
+    source: GivenData,
+    run: Callable[[Callable[[Trainer], Any]], Any],
+) -> None:
+    """Looks for the rate that ``options`` describe, by ``run``, notes what was found, and sets it where it is kept."""
+    if _is_trial(trainer, "lr_find"):
+        return
+    names = (options.attr_name,) if options.attr_name else _RATES
+    name = next((name for name in names if holders_of(name, module, source.datamodule)), None)
+    if options.update_attr and name is None:
+        raise ConfigError(
+            f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
+            "rate there and make the optimizer with it, or give attr_name= its name, or update_attr=False"
+        )
+    search = functools.partial(
+        lr_find,
+        module=module,
+        source=source,
+        min_lr=options.min_lr,
+        max_lr=options.max_lr,
+        num_training=options.num_training_steps,
+        mode=options.mode,
+        early_stop_threshold=options.early_stop_threshold,
+    )
+    finder = run(search)
+    options.optimal_lr, rate = finder, finder.suggestion()
+    tried = finder.results["lr"]
+    if rate is None:
+        _tell(trainer, f"lr_find: {len(tried)} learning rates are too few for a suggestion; raise num_training")
+        return
+    if options.update_attr and name is not None:
+        options.found = {"name": name, "rate": rate}
+        for holder in holders_of(name, module, source.datamodule):
+            holder.value = rate
+    _tell(
+        trainer, f"lr_find: {len(tried)} learning rates from {tried[0]:.3g} to {tried[-1]:.3g}, suggestion {rate:.3g}"
+    )
+
+
+def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
+    """Looks for the size that ``options`` describe, notes what was found, and sets it where it is kept."""
+    if _is_trial(trainer, "scale_batch_size"):
+        return
+    size = scale_batch_size(
+        trainer,
+        module,
+        source,
+        mode=options.mode,
+        steps_per_trial=options.steps_per_trial,
+        init_val=options.init_val,
+        max_trials=options.max_trials,
+        batch_arg_name=options.batch_arg_name,
+        margin=options.margin,
+        max_val=options.max_val,
+    )
+    options.optimal_batch_size = size
+    for holder in holders_of(options.batch_arg_name, module, source.datamodule):
+        holder.value = size
+    _tell(trainer, f"scale_batch_size: {size} samples a batch")
+
+
+def _is_trial(trainer: Trainer, what: str) -> bool:
+    if trainer.fast_dev_run:
+        say_once(f"fabricamp: {what} is left out under fast_dev_run")
+    return trainer.fast_dev_run > 0
+
+
+def _tell(trainer: Trainer, line: str) -> None:
+    """Says it where the Trainer says something too."""
+    if trainer.is_global_zero and any(isinstance(one, ProgressBar | ModelSummary) for one in trainer.callbacks):
+        say(line)

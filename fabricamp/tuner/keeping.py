@@ -1,0 +1,129 @@
+"""What trial runs change outside of their session: kept before them, and given back after them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fabricamp.data import CombinedLoader
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def module_kept(module: nn.Module) -> Iterator[None]:
+    """A context after which the module is what it was: weights, buffers, modes, states of metrics, plain attributes.
+
+    Tensors wait in host memory.  The objects stay the same ones: optimizers and hooks of others still know them.
+    """
+    lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ConfigError(
+            f"the parameter {lazy} has no shape yet, so it could not be given back; run the module on a batch first"
+        )
+    kept = _Kept(module)
+    try:
+        yield
+    finally:
+        kept.give_back()
+
+
+@contextlib.contextmanager
+def generators_kept(loaders: list[Any]) -> Iterator[None]:
+    """A context after which the loaders' own generators are where they were."""
+    states = [(one, one.get_state()) for loader in loaders for one in _generators(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+class _Kept:
+    """The content of a module, of its submodules, and of the collections and tensors that they hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # by identity, and alive as long as this
+        waiting: list[Any] = [module]
+        while waiting:
+            one = waiting.pop()
+            if id(one) not in self._seen:
+                self._seen[id(one)] = one
+                waiting += self._keep(one)
+
+    def give_back(self) -> None:
+        """Undoes what has happened to them since."""
+        for undo in self._undo:
+            undo()
+
+    def _keep(self, one: Any) -> list[Any]:
+        """Notes one object; returns what is in it."""
+        if isinstance(one, nn.Module):
+            return [vars(one)]
+        if isinstance(one, Tensor):
+            self._keep_tensor(one)
+            return []
+        if isinstance(one, dict):
+            return self._keep_dict(one)
+        if isinstance(one, list | set | deque):
+            return self._keep_items(one)
+        return list(one) if isinstance(one, tuple) else []
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.is_inference():  # without values, or without a way to change them
+            return
+        values, leaf, requires_grad = tensor.detach().to("cpu", copy=True), tensor.is_leaf, tensor.requires_grad
+        grad = tensor.grad if leaf else None
+
+        def undo() -> None:
+            now = tensor.detach()
+            if now.shape != values.shape or now.dtype != values.dtype:
+                tensor.data = values.to(now.device)
+            elif not torch.equal(now.cpu(), values):
+                tensor.data.copy_(values)
+            if leaf:
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = grad
+
+        self._undo.append(undo)
+
+    def _keep_dict(self, one: dict[Any, Any]) -> list[Any]:
+        content = dict(one)
+
+        def undo() -> None:
+            same = one.keys() == content.keys() and all(one[key] is value for key, value in content.items())
+            if not same:
+                dict.clear(one)
+                dict.update(one, content)
+
+        self._undo.append(undo)
+        return list(content.values())
+
+    def _keep_items(self, one: Any) -> list[Any]:
+        content = list(one)
+
+        def undo() -> None:
+            one.clear()
+            (one.update if isinstance(one, set) else one.extend)(content)
+
+        self._undo.append(undo)
+        return content
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+        batches = getattr(one, "batch_sampler", None)
+        for part in (one, getattr(one, "sampler", None), batches, getattr(batches, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                yield generator

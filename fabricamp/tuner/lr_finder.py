@@ -1,0 +1,212 @@
+"""The search for a learning rate: a short training with a rate that grows at each step, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, NonFiniteError
+from fabricamp.tuner.curve import drawn
+from fabricamp.tuner.trials import leaving_no_trace, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.session import Session
+    from fabricamp.engine.source import GivenData
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_SMOOTHING = 0.98
+
+
+class LRFinder:
+    """What ``Tuner.lr_find`` found: the rates that were tried, the loss at each, and the one to take.
+
+    ``print(finder)`` draws the curve in the terminal.
+
+    Args:
+        mode: "exponential" or "linear": how the rate grew.
+        lr_min: the first rate.
+        lr_max: the last rate, where the search came to its end.
+        num_training: how many rates there were to try.
+
+    Example:
+        >>> finder = LRFinder("linear", 0.1, 0.5, num_training=5)
+        >>> finder.results = {"lr": [0.1, 0.2, 0.3, 0.4, 0.5], "loss": [3.0, 2.9, 1.0, 0.9, 2.0]}
+        >>> finder.suggestion(skip_begin=1)
+        0.2
+    """
+
+    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
+        self.mode = mode
+        self.lr_min = lr_min
+        self.lr_max = lr_max
+        self.num_training = num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over the ones before."""
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Returns the rate at which the loss falls fastest; None where fewer than two losses are finite.
+
+        Args:
+            skip_begin: so many rates at the beginning are not looked at.
+            skip_end: so many at the end.
+        """
+        place = self._steepest(skip_begin, skip_end)
+        return None if place is None else self.results["lr"][place]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draws loss over rate with matplotlib (``pip install 'fabricamp[plot]'``); returns the figure, which has ``savefig``.
+
+        Args:
+            suggest: marks the suggested rate.
+            show: opens a window, where there is a screen.
+            ax: the axes to draw into; None makes a new figure.
+
+        Raises:
+            ConfigError: without matplotlib.
+        """
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise ConfigError(
+                "plot() draws with matplotlib, which is not installed; pip install 'fabricamp[plot]', or print(finder), "
+                "which draws the curve as text"
+            ) from error
+        rates, losses = self.results["lr"], self.results["loss"]
+        if ax is None:
+            _, ax = plt.subplots()
+        ax.plot(rates, losses)
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss")
+        place = self._steepest() if suggest else None
+        if place is not None:
+            ax.plot(rates[place], losses[place], marker="o", markersize=10, color="red")
+        if show:
+            plt.show()
+        return ax.figure
+
+    def __str__(self) -> str:
+        """The curve as text, the suggested rate marked."""
+        rates, place = self.results["lr"], self._steepest()
+        if not rates:
+            return "no learning rate was tried"
+        lines = drawn(self.results["loss"], marked=place)
+        scale = "logarithmic" if self.mode == "exponential" else "linear"
+        found = "no suggestion: too few losses" if place is None else f"suggestion O: {rates[place]:.4g}"
+        return "\n".join([*lines, f"{'loss':>10}  learning rate {rates[0]:.4g} to {rates[-1]:.4g}, {scale}; {found}"])
+
+    def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+        rates, losses = self.results["lr"], self.results["loss"]
+        places = [place for place in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[place])]
+        if len(places) < 2:
+            return None
+        values = torch.tensor([losses[place] for place in places], device="cpu")
+        spacing = torch.tensor([rates[place] for place in places], device="cpu")
+        slopes = torch.gradient(values, spacing=[spacing])[0]
+        return places[int(slopes.argmin())]
+
+
+class _Sweep(Callback):
+    """Gives each update the next rate, and notes the loss that it began with: the mean of its micro-batches and of all ranks."""
+
+    def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
+        self.rates = rates
+        self.losses: list[float] = []
+        self.groups: list[dict[str, Any]] = []
+        self._threshold = early_stop_threshold
+        self._window: list[Tensor] = []
+        self._average = 0.0
+        self._best = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        rate = self.rates[trainer.global_step]
+        for group in self.groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if outputs:
+            self._window.append(outputs["loss"].float())
+        if trainer.global_step == len(self.losses):
+            return
+        mean, self._window = torch.stack(self._window).mean(), []
+        self._note(trainer, trainer.strategy.reduce(mean).item())
+
+    def _note(self, trainer: Trainer, loss: float) -> None:
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        step = len(self.losses) + 1
+        smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
+        self.losses.append(smoothed)
+        # Not "larger than", so that nan ends the search too.
+        if self._threshold is not None and step > 1 and not smoothed <= self._threshold * self._best:
+            trainer.stop("the loss grows")
+        if step == 1 or smoothed < self._best:
+            self._best = smoothed
+
+
+def lr_find(
+    trainer: Trainer,
+    module: TrainingModule,
+    source: GivenData,
+    *,
+    min_lr: float,
+    max_lr: float,
+    num_training: int,
+    mode: str,
+    early_stop_threshold: float | None,
+) -> LRFinder:
+    """Runs the search on this process, and the others of the job; the module is what it was after it."""
+    sweep = _Sweep(_rates(min_lr, max_lr, num_training, mode), early_stop_threshold)
+
+    def prepare(session: Session) -> None:
+        _check_optimizers(session)
+        session.schedulers = []
+        sweep.groups = session.optimizers[0].param_groups
+
+    with leaving_no_trace(trainer, module, sweep):
+        train(trainer, module, source, num_training, prepare=prepare, within=_until_not_finite)
+    finder = LRFinder(mode, min_lr, max_lr, num_training)
+    finder.results = {"lr": sweep.rates[: len(sweep.losses)], "loss": sweep.losses}
+    return finder
+
+
+def _rates(first: float, last: float, count: int, mode: str) -> list[float]:
+    shares = [0.0, *((step + 1) / count for step in range(1, count))]
+    if mode == "linear":
+        return [first + share * (last - first) for share in shares]
+    return [first * (last / first) ** share for share in shares]
+
+
+def _check_optimizers(session: Session) -> None:
+    name, count = type(session.module).__name__, len(session.optimizers)
+    if not session.module.automatic_optimization:
+        raise ConfigError(
+            f"lr_find sets the rate of the steps that the Trainer makes, but {name} has automatic_optimization=False; try a few "
+            "rates in fits of a few steps each"
+        )
+    if count != 1:
+        raise ConfigError(
+            f"lr_find takes one optimizer, but configure_optimizers of {name} returned {count}; return one, with a parameter "
+            "group for each part of the module"
+        )
+
+
+def _until_not_finite(run: Callable[[], Any]) -> bool:
+    """``nan_policy="raise"`` ends a search no otherwise than a loss that grows."""
+    try:
+        run()
+    except NonFiniteError:
+        return False
+    return True

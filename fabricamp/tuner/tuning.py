@@ -1,0 +1,157 @@
+"""The Tuner: Lightning's names for the searches before a fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp import launch
+from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
+from fabricamp.callbacks.lr_finder import LearningRateFinder
+from fabricamp.errors import ConfigError
+from fabricamp.state import TrainerFn
+from fabricamp.tuner.finders import find_batch_size, find_learning_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.data import DataModule
+    from fabricamp.engine.runner import Runner
+    from fabricamp.engine.source import GivenData
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+    from fabricamp.tuner.lr_finder import LRFinder
+
+_METHODS = tuple(one.value for one in TrainerFn)
+
+
+class Tuner:
+    """Looks for a learning rate, and for the largest batch size that fits into memory, before a fit.
+
+    The searches are short runs with the Trainer's strategy and precision.  Module, random numbers, callbacks, loggers and counters
+    are what they were after them, also where one raises; no file is written.
+
+    Args:
+        trainer: the Trainer whose fit is to come.
+
+    Example:
+        >>> trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> tuner = Tuner(trainer)  # then tuner.lr_find(module) and trainer.fit(module)
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: TrainingModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> LRFinder | None:
+        """Trains a few steps with a rate that grows at each; returns what it found, None under ``fast_dev_run``.
+
+        Args:
+            model: the module; its optimizer is stepped by the Trainer, and is one.
+            train_dataloaders: a loader, or a DataModule; None where the module or ``datamodule`` has it.
+            val_dataloaders: not looked at.
+            dataloaders: refused, as in Lightning.
+            datamodule: a DataModule in place of loaders.
+            method: only "fit".
+            min_lr: the first rate.
+            max_lr: the last rate.
+            num_training: how many rates are tried, an update each.
+            mode: how the rate grows: "exponential" or "linear".
+            early_stop_threshold: the search ends where the loss is so many times the smallest one; None: it does not.
+            update_attr: sets the suggested rate where the module keeps it.
+            attr_name: where that is, among attributes and hyper-parameters; "" stands for ``lr`` or ``learning_rate``.
+
+        Raises:
+            ConfigError: for a wrong argument, several optimizers, manual optimization, or where no attribute is found to set.
+        """
+        if method != "fit":
+            raise ConfigError(f"lr_find(method={method!r}) cannot work: only 'fit' has a learning rate")
+        options = LearningRateFinder(
+            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr=update_attr, attr_name=attr_name
+        )
+        module, source = self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
+        find_learning_rate(self._trainer, options, module, source, self._somewhere)
+        found: LRFinder | None = options.optimal_lr
+        return found
+
+    def scale_batch_size(
+        self,
+        model: TrainingModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: str = "fit",
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> int | None:
+        """Looks for the largest batch size that does not run out of memory, sets and returns it; None under ``fast_dev_run``.
+
+        Args:
+            model: the module, which makes its loaders with ``batch_arg_name`` where the DataModule does not.
+            train_dataloaders: only a DataModule: a loader's batch size cannot be changed.
+            val_dataloaders: refused: a loader's batch size cannot be changed.
+            dataloaders: likewise.
+            datamodule: a DataModule that makes its loaders with ``batch_arg_name``.
+            method: what is tried: "fit", "validate", "test" or "predict".
+            mode: "power" doubles the size until it does not fit; "binsearch" goes on between the last two sizes.
+            steps_per_trial: so many steps, or batches, are tried with a size.
+            init_val: the first size.
+            max_trials: so many sizes are found to fit at most.
+            batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
+            margin: what "binsearch" leaves unused, as a share.
+            max_val: the largest size that is tried.
+
+        Raises:
+            ConfigError: for a wrong argument, several processes, loaders, or where nothing has ``batch_arg_name``.
+        """
+        options = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        module, source = self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
+        find_batch_size(self._trainer, options, module, source)
+        return None if self._trainer.fast_dev_run else options.optimal_batch_size
+
+    def _check(
+        self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None
+    ) -> tuple[TrainingModule, GivenData]:
+        if method not in _METHODS:
+            raise ConfigError(f"method={method!r} is not known (known: {', '.join(map(repr, _METHODS))})")
+        if method == "fit" and others is not None:
+            raise ConfigError("method='fit' takes train_dataloaders and val_dataloaders, not dataloaders")
+        if method != "fit" and (train is not None or val is not None):
+            raise ConfigError(f"method={method!r} takes dataloaders, not train_dataloaders and val_dataloaders")
+        return self._trainer._runner.check_call(
+            TrainerFn(method), model, train, val if method == "fit" else others, datamodule
+        )
+
+    def _somewhere(self, search: Callable[[Trainer], Any]) -> Any:
+        """Runs it here, or in the processes that the Trainer starts; a script is run again in each."""
+        runner = self._trainer._runner
+        if not runner.launches:
+            return search(self._trainer)
+        start = launch.choose_start_method(runner.settings.start_method)
+        if start == "script":
+            launch.run_script(runner.num_processes)
+        return launch.run_function(_in_worker, (runner, search), runner.num_processes, start)
+
+
+def _in_worker(runner: Runner, search: Callable[[Trainer], Any]) -> Any:
+    runner.become_worker()
+    return search(runner.trainer)
