@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["end", "finish", "start", "wait_for_line"]
+__all__ = ["end", "finish", "start", "variables_for", "wait_for_line", "without_names"]
 
 ROOT = Path(__file__).parents[2]
 _FOREIGN = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_", "PYTEST_", "FABRICAMP_", "COV_")
@@ -18,18 +18,23 @@ _FOREIGN = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_", "PYTEST_", "FABRICA
 
 def start(folder, *command, **variables):
     """A process in ``folder``: ``command`` after ``python``; in a session of its own, as a terminal gives it one."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    inherited |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    inherited.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env=inherited,
+        env=variables_for(variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def variables_for(variables):
+    """The environment of a script: this one without what belongs to a test or a job, and ``variables``."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    inherited |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    inherited.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
+    return inherited
 
 
 def finish(process, timeout=150):
@@ -40,13 +45,13 @@ def finish(process, timeout=150):
         end(process)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"{process.args} hangs:\n{out}\n{err}") from None
-    # Without a name server (conftest.py) torch finds no name for the ends of a connection, and says so.
-    told = [
-        line
-        for line in err.splitlines(keepends=True)
-        if "The hostname of the client socket cannot be retrieved" not in line
-    ]
-    return process.returncode, out, "".join(told)
+    return process.returncode, out, without_names(err)
+
+
+def without_names(err):
+    """Without a name server (conftest.py) torch finds no name for the ends of a connection, and says so; the rest of ``err``."""
+    nothing = "The hostname of the client socket cannot be retrieved"
+    return "".join(line for line in err.splitlines(keepends=True) if nothing not in line)
 
 
 def end(process):

@@ -260,29 +260,33 @@ if __name__ == "__main__":
 """
 
 
-def test_sigterm_to_the_starter_and_its_sudden_death(tmp_path):
-    """The starter passes SIGTERM on and exits when all have saved; workers whose starter is killed are killed too."""
-    runs = {}
-    for name, method in (("asked", "script"), ("killed", "spawn")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
-        runs[name] = (start(folder, "train.py", method, "bar"), folder)
+def trained_by(folder, method):
+    """The starter of two ranks that train, and have made some steps."""
+    (folder / "train.py").write_text(SCRIPT)
+    process = start(folder, "train.py", method, "bar")
+    wait_for_line(folder / "progress", 5, process=process)
+    return process
+
+
+def test_sigterm_to_the_starter(tmp_path):
+    """It passes the signal on, and exits when all have saved."""
+    process = trained_by(tmp_path, "script")
     try:
-        for process, folder in runs.values():
-            wait_for_line(folder / "progress", 5, process=process)
-        asked, folder = runs["asked"]
-        asked.send_signal(signal.SIGTERM)
-        code, out, err = finish(asked, timeout=90)
-        assert code == 143, (out, err)
-        assert "after" not in out
-        assert "Traceback" not in err
-        steps = len((folder / "progress").read_text().split())
-        said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', out)
-        assert torch.load(said[1], weights_only=True)["global_step"] == steps
-        killed, folder = runs["killed"]
-        killed.kill()
-        finish(killed, timeout=40)  # its workers hold its pipes open as long as they live
+        process.send_signal(signal.SIGTERM)
+        code, out, err = finish(process, timeout=90)
     finally:
-        for process, _ in runs.values():
-            end(process)
+        end(process)
+    assert code == 143, (out, err)
+    assert "after" not in out
+    assert "Traceback" not in err
+    steps = len((tmp_path / "progress").read_text().split())
+    said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', out)
+    assert torch.load(said[1], weights_only=True)["global_step"] == steps
+
+
+@pytest.mark.slow
+def test_workers_whose_starter_is_killed_are_killed_too(tmp_path):
+    """tests/launch has the short version."""
+    process = trained_by(tmp_path, "spawn")
+    process.kill()
+    finish(process, timeout=40)  # its workers hold its pipes open as long as they live

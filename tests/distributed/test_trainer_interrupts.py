@@ -10,7 +10,9 @@ import time
 import pytest
 import torch
 
+from tests.distributed.forked import start_forked
 from tests.distributed.scripts import end, finish, start, wait_for_line
+from tests.kill.attempts import import_everything
 
 SCRIPT = """
 import sys, time
@@ -40,7 +42,7 @@ class Net(Classifier):
 if __name__ == "__main__":
     devices = sys.argv[2] if sys.argv[2] == "auto" else int(sys.argv[2])
     trainer = Trainer(accelerator="cpu", devices=devices, max_epochs=10**6, logger=False, enable_progress_bar="bar" in what,
-                      enable_model_summary=False, start_method="spawn" if "spawn" in what else "auto")
+                      enable_model_summary=False, start_method=sys.argv[3] if sys.argv[3:] else "auto")
     if what == "validate":
         trainer.validate(Net(), loader(4000, 1))
     else:
@@ -49,12 +51,20 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory):
+    import_everything(tmp_path_factory.mktemp("warm"))
+
+
 @pytest.fixture
 def begin(tmp_path):
-    """Starts the script in a folder of its own; whatever still runs at the end of the test is killed."""
+    """Starts the script in a folder of its own; whatever still runs at the end of the test is killed.
+
+    Forked processes have imported everything already; ``start=start`` makes a new interpreter, as a shell does.
+    """
     processes = []
 
-    def run(name, *command, **variables):
+    def run(name, *command, start=start_forked, **variables):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "train.py").write_text(SCRIPT)
@@ -88,17 +98,24 @@ def check_ended(process, folder, code=130):
 
 def test_first_ctrl_c(begin):
     single, alone = begin("single", "train.py", "fit", "1")
-    script, both = begin("script", "train.py", "fit with bar", "2")
-    spawned, called = begin("spawned", "train.py", "fit spawned", "2")
-    for process, folder in ((single, alone), (script, both), (spawned, called)):
+    script, both = begin("script", "train.py", "fit with bar", "2", start=start)
+    forked, called = begin("forked", "train.py", "fit", "2", "fork")
+    for process, folder in ((single, alone), (script, both), (forked, called)):
         interrupt(process, folder)
-    for process, folder in ((single, alone), (script, both), (spawned, called)):
+    for process, folder in ((single, alone), (script, both), (forked, called)):
         check_ended(process, folder)
+
+
+@pytest.mark.slow
+def test_first_ctrl_c_to_spawned_workers(begin):
+    process, folder = begin("spawned", "train.py", "fit", "2", "spawn", start=start)
+    interrupt(process, folder)
+    check_ended(process, folder)
 
 
 def test_ctrl_c_under_torchrun(begin):
     elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto")
+    process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto", start=start)
     interrupt(process, folder)
     code, out, err = finish(process, timeout=90)
     assert code != 0  # torchrun's own
@@ -110,9 +127,9 @@ def test_ctrl_c_under_torchrun(begin):
 
 def test_ctrl_c_in_validation(begin):
     within, training = begin("within", "train.py", "validating", "1")
-    shared, two = begin("shared", "train.py", "validating", "2")
+    shared, two = begin("shared", "train.py", "validating", "2", "fork")
     alone, evaluating = begin("alone", "train.py", "validate", "1")
-    both, sharing = begin("both", "train.py", "validate", "2")
+    both, sharing = begin("both", "train.py", "validate", "2", "fork")
     for process, folder in ((within, training), (shared, two)):
         interrupt(process, folder, "v")
         check_ended(process, folder)
@@ -129,8 +146,8 @@ def test_ctrl_c_in_validation(begin):
 
 def test_second_ctrl_c(begin):
     single, alone = begin("single", "train.py", "stuck", "1")
-    script, both = begin("script", "train.py", "stuck", "2")
-    for process, folder in ((single, alone), (script, both)):
+    forked, both = begin("forked", "train.py", "stuck", "2", "fork")
+    for process, folder in ((single, alone), (forked, both)):
         interrupt(process, folder, number=4)
         time.sleep(0.3)
         assert process.poll() is None

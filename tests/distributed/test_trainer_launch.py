@@ -14,6 +14,7 @@ from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError
 from fabricamp.loggers import CSVLogger
 from fabricamp.precision import OptLevel
+from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish, start
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -106,23 +107,33 @@ def check_lines(out, *, starts):
     assert out.count("test_loss") == 1  # the table of results
 
 
-def test_a_script_as_script_and_as_module(tmp_path, expected):
-    words = ["--a", "b c", "$HOME", "--x=*", "ü"]
-    folders = [folder_for(tmp_path, "script"), folder_for(tmp_path, "module")]
-    runs = [start(folders[0], "train.py", *words), start(folders[1], "-m", "train", *words, "--exit")]
-    for run, folder, code, arguments in zip(runs, folders, (0, 5), (words, [*words, "--exit"]), strict=True):
-        returned, out, err = finish(run)
-        assert returned == code, err
-        check_lines(out, starts=3)  # the starter and two workers; the starter runs nothing after fit
-        check_files(folder, expected, arguments)
-        assert ("rank" in err) == (code != 0)
-        assert "Traceback" not in err
-        assert "Warning" not in err
+@pytest.mark.parametrize(
+    ("way", "more", "code"),
+    [(["-m", "train"], ["--exit"], 5), pytest.param(["train.py"], [], 0, marks=pytest.mark.slow)],
+)
+def test_a_script_as_module_and_as_script(tmp_path, expected, way, more, code):
+    words = ["--a", "b c", "$HOME", "--x=*", "ü", *more]
+    folder = folder_for(tmp_path, "script")
+    returned, out, err = finish(start(folder, *way, *words))
+    assert returned == code, err
+    check_lines(out, starts=3)  # the starter and two workers; the starter runs nothing after fit
+    check_files(folder, expected, words)
+    assert ("rank" in err) == (code != 0)
+    assert "Traceback" not in err
+    assert "Warning" not in err
 
 
-def test_torchrun_and_slurm(tmp_path, expected):
+def test_torchrun(tmp_path, expected):
     folder = folder_for(tmp_path, "torchrun")
     run = start(folder, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "--auto")
+    returned, out, err = finish(run)
+    assert returned == 0, err
+    check_lines(out, starts=2)
+    check_files(folder, expected, ["--auto"])
+    assert "Warning" not in err
+
+
+def test_slurm(tmp_path, expected):
     slurm = folder_for(tmp_path, "slurm")
     shared = {
         "SLURM_NTASKS": "2",
@@ -133,12 +144,9 @@ def test_torchrun_and_slurm(tmp_path, expected):
         "SLURM_JOB_NAME": "train",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    ranks = [start(slurm, "train.py", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared) for rank in range(2)]
-    returned, out, err = finish(run)
-    assert returned == 0, err
-    check_lines(out, starts=2)
-    check_files(folder, expected, ["--auto"])
-    assert "Warning" not in err
+    ranks = [
+        start_forked(slurm, "train.py", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **shared) for rank in range(2)
+    ]
     results = [finish(rank) for rank in ranks]
     assert [code for code, _, _ in results] == [0, 0], results
     check_lines("".join(out for _, out, _ in results), starts=2)
@@ -154,7 +162,10 @@ def test_an_error_in_a_worker_is_shown_once_with_its_rank(tmp_path):
     assert "after" not in out
     assert err.count("ValueError: rank one is unwell") == 1
     assert "rank 1 ended with exit code 1" in err
-    assert err.count("Traceback") == 1
+    assert err.count("Traceback (most recent call last)") == err.count("Traceback") == 1
+    assert 'train.py", line' in err
+    assert "in <module>" in err  # down from the script, not only from where it was written down
+    assert "torch.distributed.elastic" not in err
     assert list(folder.rglob("*.partial")) == []
 
 
@@ -179,11 +190,12 @@ class Late(Classifier):
         return [EarlyStopping("falls", patience=3), ModelCheckpoint(monitor="val_loss", filename="best-{epoch}")]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("spawn, twice", marks=pytest.mark.slow)])
 def test_what_workers_did_comes_back_to_the_caller(method, tmp_path):
     options = {"max_epochs": 2, "enable_checkpointing": True}
     trainer = quiet_trainer(
-        **options, precision=OptLevel("O2", loss_scale="dynamic"), devices=2, start_method=method, logger=CSVLogger("logs"),
+        **options, precision=OptLevel("O2", loss_scale="dynamic"), devices=2, start_method=method.partition(",")[0],
+        logger=CSVLogger("logs"),
         enable_model_summary=True, enable_progress_bar=True, default_root_dir=tmp_path,
     )  # fmt: skip
     assert trainer.world_size == 2
@@ -212,6 +224,8 @@ def test_what_workers_did_comes_back_to_the_caller(method, tmp_path):
     with pytest.raises(CheckpointError, match="in workers"):
         trainer.save_checkpoint("late.ckpt")
 
+    if method == "spawn":  # a spawned worker takes seconds to start
+        return
     expected = alone.validate(twin, loader(7, 2), verbose=False)[0]
     again = trainer.validate(dataloaders=loader(7, 2), verbose=False)[0]
     assert again["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-3)

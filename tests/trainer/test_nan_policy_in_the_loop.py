@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +15,8 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam
 from fabricamp.state import NON_FINITE
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5", "64-true"]
@@ -273,17 +272,9 @@ def test_a_script_that_stops_exits_with_0_and_one_that_raises_does_not(tmp_path)
                 enable_progress_bar=False, enable_model_summary=False, max_epochs=2).fit(Classifier(), loader(48))
         """)
     )
-    root = str(Path(__file__).parents[2])
-    variables = {**os.environ, "PYTHONPATH": root}
-    running = {
-        policy: subprocess.Popen(
-            [sys.executable, str(script), policy], cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True
-        )
-        for policy in ("stop", "raise")
-    }
-    for policy, code in (("stop", 0), ("raise", 1)):
-        _, said = running[policy].communicate(timeout=100)
-        assert running[policy].returncode == code, said
+    for policy, expected in (("stop", 0), ("raise", 1)):
+        code, _, said = finish(start_forked(tmp_path, "train.py", policy))
+        assert code == expected, said
         assert said.count("net.2.bias were not finite at step 2") == 1
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 

@@ -1,0 +1,127 @@
+"""Runs a script in a process forked from this one, where everything is imported: an eighth of the time of a new interpreter.
+
+from tests.distributed.forked import start_forked
+
+For what a script does in one process, or in ranks with ``start_method="fork"``: signals, exit codes, what is printed.
+How a script is found and run again needs a real one (tests/distributed/scripts.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import logging
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+
+from tests.distributed.scripts import variables_for
+
+__all__ = ["start_forked"]
+
+
+def start_forked(folder, *command, **variables):
+    """What ``scripts.start`` is for a new interpreter: ``command`` is the script and its arguments."""
+    return Forked(folder, command, variables_for(variables))
+
+
+class Forked:
+    """A forked process with the part of ``subprocess.Popen``'s face that tests use."""
+
+    def __init__(self, folder, command, variables):
+        self.args = command
+        pipes = [os.pipe() for _ in range(2)]
+        self._read = [os.fdopen(read, "rb", buffering=0) for read, _ in pipes]
+        self._said = [b"", b""]
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_work, args=(folder, command, variables, pipes))
+        self._process.start()
+        self.pid = self._process.pid
+        for _, write in pipes:
+            os.close(write)
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self._process.kill()
+
+    def communicate(self, timeout):
+        """Waits until nobody holds the pipes open any more, workers of this process included, and then for its end."""
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as waiting:
+            for number, read in enumerate(self._read):
+                if not read.closed:
+                    waiting.register(read, selectors.EVENT_READ, number)
+            while waiting.get_map():
+                ready = waiting.select(max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                for key, _ in ready:
+                    part = key.fileobj.read(1 << 16)
+                    self._said[key.data] += part
+                    if not part:
+                        waiting.unregister(key.fileobj)
+                        key.fileobj.close()
+        self._process.join(max(deadline - time.monotonic(), 0))
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return [text.decode() for text in self._said]
+
+
+def _work(folder, command, variables, pipes):
+    gc.freeze()  # garbage of the tests before is not this process's to collect
+    _become_its_own(folder, variables, pipes)
+    script, *arguments = command
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(folder))
+    ended = None
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:
+        ended = error
+    # What an interpreter does at its end; multiprocessing does the rest, an exit code of SystemExit included.
+    if ended is not None and not isinstance(ended, SystemExit):
+        traceback.print_exception(ended)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    if isinstance(ended, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(1 if isinstance(ended, Exception) else ended.code if ended else 0)
+
+
+def _become_its_own(folder, variables, pipes):
+    """Session, folder, variables, streams and signals as the shell gives them; nothing of pytest's."""
+    os.setsid()
+    faulthandler.cancel_dump_traceback_later()
+    atexit._clear()
+    for stream, (read, write) in zip((1, 2), pipes, strict=True):
+        os.dup2(write, stream)
+        os.close(read)
+        os.close(write)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
