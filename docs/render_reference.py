@@ -97,7 +97,9 @@ def arguments(thing: Any, doc: Doc) -> str:
         if name == "**unknown":
             continue
         given = parameter is not None and parameter.default is not parameter.empty
-        default = f"`{parameter.default!r}`" if parameter is not None and given else ""
+        value = parameter.default if parameter is not None and given else None
+        words = value.__name__ if inspect.isfunction(value) else repr(value)
+        default = f"`{words}`" if given else ""
         rows.append([f"`{name}`", default, meaning.replace("|", "\\|")])
     return table(("name", "default", "meaning"), rows) if rows else ""
 

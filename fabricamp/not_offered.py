@@ -20,8 +20,6 @@ _HARDWARE: Final = "give Trainer(accelerator='cpu' or 'gpu')"
 NOT_OFFERED: Final = {
     "accelerators.MPSAccelerator": _HARDWARE,
     "accelerators.XLAAccelerator": _HARDWARE,
-    "callbacks.BackboneFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
-    "callbacks.BaseFinetuning": "freeze and unfreeze parameters in on_train_epoch_start of a Callback",
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
     "callbacks.EMAWeightAveraging": "keep torch.optim.swa_utils.AveragedModel in a Callback",
     "callbacks.GradientAccumulationScheduler": "set trainer.accumulate_grad_batches between two fits: the second goes on",
@@ -80,7 +78,6 @@ _PATHS: Final = {
     "accelerators.mps": "accelerators.MPSAccelerator",
     "accelerators.xla": "accelerators.XLAAccelerator",
     "callbacks.checkpoint": "callbacks.Checkpoint",
-    "callbacks.finetuning": "callbacks.BaseFinetuning",
     "callbacks.gradient_accumulation_scheduler": "callbacks.GradientAccumulationScheduler",
     "callbacks.lambda_function": "callbacks.LambdaCallback",
     "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
@@ -115,6 +112,8 @@ def words_for(name: str) -> str | None:
 _HOMES: Final = {
     "": ("Callback", "LightningDataModule", "LightningModule"),
     "callbacks": (
+        "BackboneFinetuning",
+        "BaseFinetuning",
         "BasePredictionWriter",
         "BatchSizeFinder",
         "DeviceStatsMonitor",

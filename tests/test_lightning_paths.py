@@ -30,6 +30,7 @@ HOLDS = {
     "callbacks.early_stopping.EarlyStopping": fabricamp.callbacks.EarlyStopping,
     "callbacks.batch_size_finder.BatchSizeFinder": fabricamp.callbacks.BatchSizeFinder,
     "callbacks.lr_finder.LearningRateFinder": fabricamp.callbacks.LearningRateFinder,
+    "callbacks.finetuning.BackboneFinetuning": fabricamp.callbacks.BackboneFinetuning,
     "callbacks.lr_monitor.LearningRateMonitor": LearningRateMonitor,
     "callbacks.model_checkpoint.ModelCheckpoint": ModelCheckpoint,
     "callbacks.model_summary.ModelSummary": ModelSummary,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor
     from fabricamp.callbacks.divergence_check import DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+    from fabricamp.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -27,6 +28,8 @@ __all__ = [
     "CALLBACKS",
     "AmpState",
     "AsyncCheckpoint",
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
     "BatchSizeFinder",
     "Callback",
@@ -47,6 +50,8 @@ __all__ = [
 _FILES = {
     "AmpState": "amp_state",
     "AsyncCheckpoint": "async_checkpoint",
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "CALLBACKS": "base",

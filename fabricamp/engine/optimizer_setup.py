@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +12,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision.plain_step import demands_closure
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer.arguments import Settings
 
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
@@ -107,6 +112,38 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
                 f"optimizer {number} ({type(optimizer).__name__}) updates {len(foreign)} tensors that are not parameters of "
                 f"{type(module).__name__} (the first has shape {foreign[0]}); build it from self.parameters() in "
                 "configure_optimizers, after the layers have their final form"
+            )
+
+
+def check_optimization(
+    optimizers: list[Optimizer], module: TrainingModule, settings: Settings, world_size: int
+) -> None:
+    """Raises :class:`ConfigError` where these optimizers cannot work with the way of optimization that was asked for."""
+    if module.automatic_optimization and len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization takes one; set "
+            "self.automatic_optimization = False in __init__ and step each one in training_step"
+        )
+    if not module.automatic_optimization and settings.accumulate_grad_batches > 1:
+        raise ConfigError(
+            "accumulate_grad_batches works with automatic optimization only; accumulate in training_step, or leave it out"
+        )
+    if not module.automatic_optimization and settings.clip is not None:
+        raise ConfigError(
+            "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
+        )
+    for optimizer in optimizers:
+        if not demands_closure(optimizer):
+            continue
+        name = type(optimizer).__name__
+        if settings.accumulate_grad_batches > 1:
+            raise ConfigError(
+                f"{name} calls the forward itself, which cannot work with accumulate_grad_batches > 1; give 1"
+            )
+        if not module.automatic_optimization and world_size > 1:
+            raise ConfigError(
+                f"{name} calls the forward itself, which cannot work with several processes under manual optimization; "
+                "use automatic optimization, or one process"
             )
 
 

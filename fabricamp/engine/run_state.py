@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from fabricamp.trainer.arguments import Settings
 
 WEIGHTS_ONLY = ("weights", "counters")
-TRAINING = ("counters", "optimizers", "learning-rate schedules", "precision", "callbacks", "datamodule", "loggers")
+CALLBACKS = ("counters", "callbacks")
+TRAINING = ("optimizers", "learning-rate schedules", "precision", "datamodule", "loggers")
 POSITION = ("position in training", "open window")
 _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
 

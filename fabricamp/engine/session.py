@@ -18,6 +18,7 @@ from fabricamp.engine.notices import Notices
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
     SchedulerConfig,
+    check_optimization,
     check_optimizers,
     parse_optimizers,
 )
@@ -25,7 +26,7 @@ from fabricamp.engine.oversights import warn_of_misspelt_hooks
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.resume import Moments
-from fabricamp.engine.run_state import POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update import Update
@@ -116,6 +117,9 @@ class Session:
             self._restore("weights")  # once more: fp32 could not hold them
         if self.fn is TrainerFn.FITTING:
             self._open_optimizers()
+            # Before the rest: callbacks add the groups of parameters, and put in the schedule, that its state is of.
+            self._restore(*CALLBACKS)
+            self._wrap_step()
             lengths = schedule_lengths(self.schedulers)
             self._restore(*TRAINING)
             check_schedule_lengths(self.trainer, lengths)
@@ -169,47 +173,23 @@ class Session:
         module = self.module
         self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
         check_optimizers(self.optimizers, module)
-        self._check_optimization()
+        check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
         accumulates = self.settings.accumulate_grad_batches > 1
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
         self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
-        self.step = self.strategy.wrap_module(
-            module,
-            module.training_step,
-            automatic=module.automatic_optimization,
-            accumulates=accumulates or any(self.precision.gradients(one).flat is not None for one in self.optimizers),
-        )
 
-    def _check_optimization(self) -> None:
-        module, settings = self.module, self.settings
-        if module.automatic_optimization and len(self.optimizers) > 1:
-            raise ConfigError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, but automatic optimization takes one; set "
-                "self.automatic_optimization = False in __init__ and step each one in training_step"
-            )
-        if not module.automatic_optimization and settings.accumulate_grad_batches > 1:
-            raise ConfigError(
-                "accumulate_grad_batches works with automatic optimization only; accumulate in training_step, or leave it out"
-            )
-        if not module.automatic_optimization and settings.clip is not None:
-            raise ConfigError(
-                "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
-            )
-        for optimizer in self.optimizers:
-            if not demands_closure(optimizer):
-                continue
-            name = type(optimizer).__name__
-            if settings.accumulate_grad_batches > 1:
-                raise ConfigError(
-                    f"{name} calls the forward itself, which cannot work with accumulate_grad_batches > 1; give 1"
-                )
-            if not module.automatic_optimization and self.strategy.world_size > 1:
-                raise ConfigError(
-                    f"{name} calls the forward itself, which cannot work with several processes under manual optimization; "
-                    "use automatic optimization, or one process"
-                )
+    def _wrap_step(self) -> None:
+        # Asking takes in groups that callbacks have added: their state is loaded for fp32 masters then.
+        memories = [self.precision.gradients(one) for one in self.optimizers]
+        sums = any(memory.flat is not None for memory in memories)
+        self.step = self.strategy.wrap_module(
+            self.module,
+            self.module.training_step,
+            automatic=self.module.automatic_optimization,
+            accumulates=self.settings.accumulate_grad_batches > 1 or sums,
+        )
 
     def _owners(self) -> list[TrainingModule | DataModule]:
         """Those of data and module that have hyper-parameters."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+
+
+_PARAMETERS: Final = WeakTensorKeyDictionary()
+"""The parameter behind each master, for those who see the optimizer alone."""
+
+
+def module_parameter(updated: Tensor) -> Tensor:
+    """Returns the module's own parameter for a tensor that an optimizer updates: the half one for its fp32 master."""
+    parameter = _PARAMETERS.get(updated, lambda: None)()
+    return updated if parameter is None else parameter
 
 
 class FullValue:
@@ -79,6 +91,7 @@ class MasterWeights:
             # Its memory is its own: an optimizer writes into it.
             full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
             full.is_master = True
+            _PARAMETERS[full.value] = weakref.ref(parameter)
         return full.value
 
     @torch.no_grad()

@@ -15,7 +15,6 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
-    "finetuning_callback": "callbacks.BaseFinetuning",
     "profiler": "profilers.SimpleProfiler",
     "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
 }

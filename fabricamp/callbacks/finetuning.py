@@ -1,0 +1,343 @@
+"""Freezes parts of a module, and adds their parameters to the optimizer when their epoch has come."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+from torch.nn import Module, ModuleDict
+from torch.optim import Optimizer
+
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision.master_weights import module_parameter
+from fabricamp.precision.plain_step import demands_closure
+from fabricamp.torch_private import AnyBatchNorm
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_LOG = logging.getLogger("fabricamp")
+
+Modules: TypeAlias = "Module | Iterable[Module | Iterable[Any]]"
+
+
+def multiplicative(epoch: int) -> float:  # noqa: ARG001 - Lightning's signature
+    """Returns 2: the learning rate doubles with each epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """Base of callbacks that train parts of a module from a later epoch on.
+
+    ``freeze_before_training`` runs at the beginning of a fit, before ``configure_optimizers``, which gives its optimizer the
+    parameters that require gradients; ``finetune_function`` runs before each epoch, for each optimizer.  A run that goes on has
+    the groups of parameters, and what is frozen, as they were.
+
+    Raises:
+        ConfigError: for an optimizer that takes one group of parameters (LBFGS).
+
+    Example:
+        >>> class FromTheSecondEpoch(BaseFinetuning):
+        ...     def freeze_before_training(self, pl_module):
+        ...         self.freeze(pl_module.encoder)
+        ...
+        ...     def finetune_function(self, pl_module, epoch, optimizer):
+        ...         if epoch == 1:
+        ...             self.unfreeze_and_add_param_group(pl_module.encoder, optimizer, lr=1e-4)
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+        self._module: Callable[[], TrainingModule | None] = lambda: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the run that it is in."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_module")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BaseFinetuning.__init__(self)
+        self.__dict__.update(state)
+
+    # -- what a subclass writes --------------------------------------------------------------------------------------------------
+
+    def freeze_before_training(self, pl_module: TrainingModule) -> None:
+        """Freezes what is not to be trained from the beginning."""
+        raise NotImplementedError
+
+    def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreezes what is to be trained from this ``epoch`` on, and adds it to ``optimizer``."""
+        raise NotImplementedError
+
+    # -- what it does that with --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[Module]:
+        """Returns the modules in ``modules``, nested as it may be, that have no children or parameters of their own; each once."""
+        if isinstance(modules, ModuleDict):
+            modules = modules.values()
+        if isinstance(modules, Module):
+            found = [one for one in modules.modules() if not list(one.children()) or _own_parameters(one)]
+        else:
+            found = [one for part in modules for one in BaseFinetuning.flatten_modules(part)]
+        return list(dict.fromkeys(found))
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """Yields the parameters of ``modules`` that require gradients, or do not; without ``train_bn`` none of BatchNorm."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, AnyBatchNorm) and not train_bn:
+                continue
+            for parameter in _own_parameters(module):
+                if parameter.requires_grad == requires_grad:
+                    yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Unfreezes ``modules``; BatchNorm follows its batches again."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, AnyBatchNorm):
+                module.track_running_stats = True
+            for parameter in _own_parameters(module):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: Module) -> None:
+        """Freezes one module's own parameters; a BatchNorm keeps its running statistics."""
+        if isinstance(module, AnyBatchNorm):
+            module.track_running_stats = False
+        for parameter in _own_parameters(module):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freezes ``modules``; with ``train_bn`` BatchNorm is trained all the same."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, AnyBatchNorm) and train_bn:
+                BaseFinetuning.make_trainable(module)
+            else:
+                BaseFinetuning.freeze_module(module)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns those of ``params`` that ``optimizer`` does not update yet; warns where it updates some."""
+        known = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
+        given = list(params)
+        new = [one for one in given if id(one) not in known]
+        if len(new) < len(given):
+            _LOG.warning(
+                "fabricamp: %s updates %d of %d parameters already, and they stay in their group; give it those that require "
+                "gradients alone: %s(filter(lambda p: p.requires_grad, self.parameters()), ...)",
+                type(optimizer).__name__, len(given) - len(new), len(given), type(optimizer).__name__,
+            )  # fmt: skip
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreezes ``modules`` and adds their parameters to ``optimizer``, as a group of their own.
+
+        ``lr`` None: the first group's, divided by ``initial_denom_lr``.  ``train_bn`` False: no parameter of BatchNorm is added.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        found = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        if new := BaseFinetuning.filter_on_optimizer(optimizer, found):
+            optimizer.add_param_group({"params": new, "lr": rate})
+
+    # -- in a run ----------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Freezes, before a fit."""
+        if stage != "fit":
+            return
+        if trainer.current_epoch == 0 or self._module() is not pl_module:
+            self._state = {}
+        self._trainer, self._module = trainer, weakref.ref(pl_module)
+        self.freeze_before_training(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Looks at the optimizers; another fit of the same module goes on with its groups."""
+        for optimizer in trainer.optimizers:
+            if demands_closure(optimizer):
+                raise ConfigError(
+                    f"{type(self).__name__} adds groups of parameters, and {type(optimizer).__name__} takes one; use another "
+                    "optimizer, or leave the callback out"
+                )
+        self._take_up()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Calls ``finetune_function``, once an epoch: not where a run goes on within it."""
+        if self._state.get("epoch") == trainer.current_epoch:
+            return
+        for optimizer in trainer.optimizers:
+            self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+        self._note(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups by the names of their parameters, and what is trained."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them back, before the optimizers' states come."""
+        self._state = dict(state_dict)
+        self._take_up()
+
+    def _note(self, trainer: Trainer, module: TrainingModule) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._state = {
+            "internal_optimizer_metadata": {
+                number: [
+                    {**group, "params": [names[id(module_parameter(one))] for one in group["params"]]}
+                    for group in optimizer.param_groups
+                ]
+                for number, optimizer in enumerate(trainer.optimizers)
+            },
+            "epoch": trainer.current_epoch,
+            "trainable": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+            "following": [name for name, one in _norms(module) if one.track_running_stats],
+        }
+
+    def _take_up(self) -> None:
+        trainer, module = self._trainer, self._module()
+        if trainer is None or module is None or not self._state:
+            return
+        parameters = dict(module.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for number, saved in self._state["internal_optimizer_metadata"].items():
+            optimizer = trainer.optimizers[number]
+            here = [
+                [names.get(id(module_parameter(one))) for one in group["params"]] for group in optimizer.param_groups
+            ]
+            if [group["params"] for group in saved[: len(here)]] != here:
+                raise CheckpointError(
+                    f"{type(self).__name__}: the groups that configure_optimizers gave optimizer {number} "
+                    f"({type(optimizer).__name__}) have other parameters than those of the run that is gone on with; freeze the "
+                    "same in freeze_before_training, and build the same optimizers"
+                )
+            for group in saved[len(here) :]:
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+        self._freeze_as_saved(module)
+
+    def _freeze_as_saved(self, module: TrainingModule) -> None:
+        groups = [group for saved in self._state["internal_optimizer_metadata"].values() for group in saved]
+        added = [name for group in groups for name in group["params"]]  # all that Lightning's files tell
+        trainable = set(self._state.get("trainable", added))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        if "following" in self._state:
+            for name, one in _norms(module):
+                one.track_running_stats = name in self._state["following"]
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Trains ``pl_module.backbone`` from an epoch on, with a learning rate of its own that grows towards the others'.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch that trains it.
+        lambda_func: what its learning rate is multiplied by before each later epoch, by the epoch's number from 1.
+        backbone_initial_ratio_lr: its first learning rate, as a part of the first group's.
+        backbone_initial_lr: that learning rate itself, where given.
+        should_align: it grows no further than the first group's.
+        initial_denom_lr: has no effect, as in Lightning: the first learning rate is always known.
+        train_bn: adds the parameters of BatchNorm too.
+        verbose: logs both learning rates.
+        rounding: to how many digits.
+
+    Raises:
+        ConfigError: for arguments of another kind, and for a module without a ``backbone``.
+
+    Example:
+        >>> finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.5)
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        check_kind(self, "a whole number", unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch, rounding=rounding)
+        check_kind(self, "a number", backbone_initial_ratio_lr=backbone_initial_ratio_lr)
+        check_kind(self, "a number", initial_denom_lr=initial_denom_lr)
+        check_kind(self, "a number", optional=True, backbone_initial_lr=backbone_initial_lr)
+        check_kind(self, "True or False", should_align=should_align, train_bn=train_bn, verbose=verbose)
+        if not callable(lambda_func):
+            raise ConfigError(f"BackboneFinetuning(lambda_func={lambda_func!r}): give a function of the epoch's number")
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Beside the groups the backbone's learning rate."""
+        return {**self._state, "previous_backbone_lr": self.previous_backbone_lr} if self._state else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes both back."""
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "previous_backbone_lr"})
+
+    def freeze_before_training(self, pl_module: TrainingModule) -> None:
+        """Freezes the backbone, but for its BatchNorm."""
+        if not isinstance(getattr(pl_module, "backbone", None), Module):
+            raise ConfigError(
+                f"BackboneFinetuning trains {type(pl_module).__name__}.backbone, which is no module; call the part that is trained "
+                "later `backbone`, or derive from BaseFinetuning"
+            )
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreezes the backbone, and lets its learning rate grow from then on."""
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        others = optimizer.param_groups[0]["lr"]
+        if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
+            own = self.backbone_initial_lr
+            rate = others * self.backbone_initial_ratio_lr if own is None else own
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
+        else:
+            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = others if self.should_align and rate > others else rate
+            optimizer.param_groups[-1]["lr"] = rate
+        self.previous_backbone_lr = rate
+        if self.verbose:
+            _LOG.info(
+                "fabricamp: learning rate %s, of the backbone %s",
+                round(others, self.rounding), round(rate, self.rounding),
+            )  # fmt: skip
+
+
+def _own_parameters(module: Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
+
+
+def _norms(module: Module) -> list[tuple[str, AnyBatchNorm]]:
+    """The BatchNorms that have running statistics, by name."""
+    found = [(name, one) for name, one in module.named_modules() if isinstance(one, AnyBatchNorm)]
+    return [(name, one) for name, one in found if one.running_mean is not None]

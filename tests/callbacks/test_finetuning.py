@@ -1,0 +1,230 @@
+"""Parts of a module that are trained from a later epoch on: the groups, what is frozen, and runs that go on."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fabricamp import TrainingModule
+from fabricamp.callbacks import BackboneFinetuning, BaseFinetuning
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.optimizers import FusedAdam
+from tests.distributed.ranks import run_ranks
+from tests.small import loader, quiet_trainer
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
+    "fused": lambda parameters: FusedAdam(parameters, lr=0.01),
+}
+
+
+class Net(TrainingModule):
+    def __init__(self, optimizer="sgd"):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+            self.head = nn.Linear(8, 3)
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.head(self.backbone(x)), y)
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer]([one for one in self.parameters() if one.requires_grad])
+
+
+class Stages(BaseFinetuning):
+    """The last layer of the backbone from epoch 1 on, the rest from epoch 2 on."""
+
+    def __init__(self, train_bn=False):
+        super().__init__()
+        self.train_bn = train_bn
+        self.called = []
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone, train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        self.called.append(epoch)
+        if epoch in (1, 2):
+            part = pl_module.backbone[3:] if epoch == 1 else pl_module.backbone[:3]
+            self.unfreeze_and_add_param_group(part, optimizer, train_bn=self.train_bn)
+
+
+def fit(callback, *, optimizer="sgd", ckpt_path=None, save_at=None, **options):
+    torch.manual_seed(0)
+    module = Net(optimizer)
+    limit = {"max_epochs": 4} if save_at is None else {"max_steps": save_at}
+    trainer = quiet_trainer(**limit, callbacks=[callback], **options)
+    trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def same(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_a_loop_by_hand_gives_the_same_bits():
+    torch.manual_seed(0)
+    net, batches = Net(), loader(32, 4, shuffle=True)
+    backbone = net.backbone
+    backbone[1].track_running_stats = False
+    optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1, momentum=0.9)
+    backbone.requires_grad_(False)
+    for epoch in range(4):
+        if epoch == 1:
+            backbone[3].requires_grad_(True)
+            optimizer.add_param_group({"params": list(backbone[3].parameters()), "lr": 0.01})
+        if epoch == 2:
+            backbone.requires_grad_(True)
+            backbone[1].track_running_stats = True
+            optimizer.add_param_group({"params": list(backbone[0].parameters()), "lr": 0.01})
+        for batch in batches:
+            optimizer.zero_grad()
+            net.training_step(batch, 0).backward()
+            optimizer.step()
+    callback = Stages()
+    _, ours = fit(callback)
+    assert same(net, ours)
+    assert callback.called == [0, 1, 2, 3]
+
+
+PRECISIONS, ACCUMULATIONS, STEPS = ("O0", "O1", "O2", "O3", "O4", "O5"), (1, 3), (3, 6, 8, 11)
+PAIRS = [
+    ("O0", "sgd", 3, 11),
+    ("O2", "adam", 1, 19),
+    ("O2", "fused", 3, 5),
+    ("O5", "fused", 1, 11),
+    ("O4", "adam", 3, 8),
+]
+ALL = itertools.product(PRECISIONS, OPTIMIZERS, ACCUMULATIONS, STEPS)
+
+
+def check_resume(tmp_path, precision, optimizer, accumulation, step):
+    options = {"precision": precision, "optimizer": optimizer, "accumulate_grad_batches": accumulation}
+    _, straight = fit(Stages(), **options)
+    first, callback = Stages(), Stages()
+    cut, _ = fit(first, save_at=step, **options)
+    cut.save_checkpoint(tmp_path / "cut.ckpt")
+    resumed, module = fit(callback, ckpt_path=tmp_path / "cut.ckpt", **options)
+    assert same(straight, module)
+    assert [len(group["params"]) for group in resumed.optimizers[0].param_groups] == [2, 2, 2]
+    assert first.called + callback.called == [0, 1, 2, 3]  # each epoch once, whether or not the run was cut within it
+
+
+@pytest.mark.parametrize(("precision", "optimizer", "accumulation", "step"), PAIRS)
+def test_a_run_goes_on_bit_for_bit(tmp_path, precision, optimizer, accumulation, step):
+    check_resume(tmp_path, precision, optimizer, accumulation, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "optimizer", "accumulation", "step"), ALL)
+def test_a_run_goes_on_bit_for_bit_everywhere(tmp_path, precision, optimizer, accumulation, step):
+    check_resume(tmp_path, precision, optimizer, accumulation, step)
+
+
+def test_a_second_fit_goes_on_with_the_groups():
+    callback, module = Stages(), Net()
+    trainer = quiet_trainer(max_epochs=3, callbacks=[callback])
+    trainer.fit(module, loader())
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader())
+    assert len(trainer.optimizers[0].param_groups) == 3
+    assert all(one.requires_grad for one in module.parameters())
+    quiet_trainer(max_epochs=1, callbacks=[callback]).fit(other := Net(), loader())
+    assert not any(one.requires_grad for one in other.backbone.parameters())
+
+
+def ranks(strategy, precision, accumulation, folder):
+    options = {"strategy": strategy, "devices": "auto", "precision": precision, "accumulate_grad_batches": accumulation}
+    _, straight = fit(Stages(), **options)
+    cut, _ = fit(Stages(), save_at=11 if accumulation == 1 else 5, **options)
+    cut.save_checkpoint(f"{folder}/cut.ckpt")
+    _, module = fit(Stages(), ckpt_path=f"{folder}/cut.ckpt", **options)
+    return same(straight, module), [one.detach() for one in module.parameters()]
+
+
+@pytest.mark.parametrize(("strategy", "precision", "accumulation"), [("ddp", "O2", 3), ("delayed_ddp", "O0", 1)])
+def test_ranks_train_the_same_weights_and_go_on(tmp_path, strategy, precision, accumulation):
+    (one, first), (two, second) = run_ranks(ranks, 2, strategy, precision, accumulation, str(tmp_path))
+    assert one
+    assert two
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_what_the_optimizer_has_already_is_not_added_again(precision, caplog):
+    class Twice(Stages):
+        def finetune_function(self, pl_module, epoch, optimizer):
+            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer)
+
+    trainer, _ = fit(Twice(), precision=precision)
+    groups = trainer.optimizers[0].param_groups
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    assert "updates 2 of 2 parameters already" in caplog.text
+    bias = nn.Parameter(torch.zeros(3))
+    equal = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    assert BaseFinetuning.filter_on_optimizer(equal, [bias]) == [
+        bias
+    ]  # Lightning takes equal values for the same parameter
+
+
+def test_what_is_frozen():
+    net = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))})
+    one, two = net["one"], net["two"]
+    assert BaseFinetuning.flatten_modules(net) == [one, *two]
+    assert BaseFinetuning.flatten_modules([one, [two, one]]) == [one, *two]
+    BaseFinetuning.freeze(net)
+    assert [layer.weight.requires_grad for layer in (one, *two)] == [False, True, False]
+    BaseFinetuning.freeze(net, train_bn=False)
+    assert not two[0].track_running_stats
+    assert list(BaseFinetuning.filter_params(net)) == []
+    assert len(list(BaseFinetuning.filter_params(net, requires_grad=False))) == 6
+    assert len(list(BaseFinetuning.filter_params(net, train_bn=False, requires_grad=False))) == 4
+    BaseFinetuning.make_trainable(net)
+    assert two[0].track_running_stats
+    assert len(list(BaseFinetuning.filter_params(net))) == 6
+
+
+class Rates(BackboneFinetuning):
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.rates = [*getattr(self, "rates", []), [group["lr"] for group in trainer.optimizers[0].param_groups]]
+
+
+def test_the_backbones_rate_grows_to_the_others(tmp_path):
+    callback = Rates(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.2)
+    fit(callback)
+    assert callback.rates == [[0.1], [0.1, 0.1 * 0.2], [0.1, 0.1 * 0.4], [0.1, 0.1 * 0.8]]
+    cut, _ = fit(Rates(1, backbone_initial_ratio_lr=0.2), save_at=19)
+    cut.save_checkpoint(tmp_path / "cut.ckpt")
+    resumed = Rates(1, backbone_initial_ratio_lr=0.2)
+    fit(resumed, ckpt_path=tmp_path / "cut.ckpt")
+    assert resumed.rates == callback.rates[2:]
+    aligned = Rates(0, lambda epoch: 20.0, backbone_initial_lr=0.05)
+    fit(aligned)
+    assert [rates[1] for rates in aligned.rates] == [0.05, 0.1, 0.1, 0.1]
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    class Bare(TrainingModule):
+        training_step = configure_optimizers = Net.configure_optimizers
+
+    with pytest.raises(ConfigError, match="BackboneFinetuning trains Bare.backbone"):
+        quiet_trainer(callbacks=[BackboneFinetuning()]).fit(Bare(), loader())
+    with pytest.raises(ConfigError, match="unfreeze_backbone_at_epoch='x'.*give a whole number"):
+        BackboneFinetuning("x")
+    OPTIMIZERS["lbfgs"] = torch.optim.LBFGS
+    with pytest.raises(ConfigError, match="Stages adds groups of parameters, and LBFGS takes one"):
+        fit(Stages(), optimizer="lbfgs")
+    cut, _ = fit(Stages(), save_at=3)
+    cut.save_checkpoint(tmp_path / "cut.ckpt")
+    with pytest.raises(CheckpointError, match="optimizer 0.*other parameters"):
+        fit(Stages(train_bn=True), ckpt_path=tmp_path / "cut.ckpt")
