@@ -16,7 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 
-
 _PARAMETERS: Final = WeakTensorKeyDictionary()
 """The parameter behind each master, for those who see the optimizer alone."""
 
