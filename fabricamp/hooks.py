@@ -66,9 +66,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.data import move_to_device
 from fabricamp.errors import ConfigError
+from fabricamp.lightning.bases import lightnings_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -254,7 +255,11 @@ class ModuleHooks:
 
 
 def overrides(part: object, name: str, base: type) -> bool:
-    """Returns whether ``part`` has its own ``name`` instead of ``base``'s, by its class or set on the instance."""
+    """Returns whether ``part`` has its own ``name`` instead of ``base``'s, by its class or set on the instance.
+
+    The base of an object of Lightning's is Lightning's own.
+    """
+    base = lightnings_base(type(part)) or base
     return name in vars(part) or getattr(type(part), name, None) is not getattr(base, name, None)
 
 
@@ -287,7 +292,7 @@ class Hooks:
         return tuple(
             partial(getattr(callback, name), self._trainer, self._module)
             for callback in self._callbacks
-            if overrides(callback, name, Callback) and (monitors is None or callback.monitors is monitors)
+            if overrides(callback, name, Callback) and (monitors is None or decides_by_metrics(callback) is monitors)
         )
 
     def module(self, name: str) -> Calls:

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabricamp.checkpoint.plain import is_config, parts_of, resolved_config
 from fabricamp.environment import exposes, resolved
@@ -179,6 +179,26 @@ def holders_of(name: str, *owners: Any) -> list[Holder]:
         if name in owner.hparams:
             found.append(Holder(owner.hparams, name, by_key=True))
     return found
+
+
+class Kept(NamedTuple):
+    """The hyper-parameters of an object, and what :class:`HyperparametersMixin` says of them."""
+
+    values: Any
+    name: str | None
+    logged: bool
+    private: bool
+
+
+def kept_by(owner: Any) -> Kept:
+    """Returns what ``owner`` keeps, ours or Lightning's: that notes "kwargs" where no one argument takes them as a whole."""
+    if isinstance(owner, HyperparametersMixin):
+        return Kept(owner.hparams, owner.hparams_name, owner.logs_hyperparameters, owner.hparams_private)
+    values, name = getattr(owner, "hparams", {}), getattr(owner, "_hparams_name", None)
+    if type(values).__name__ == "AttributeDict":
+        values = dict(values)
+    logged = bool(getattr(owner, "_log_hyperparams", False))
+    return Kept(values, None if name == "kwargs" else name, logged, _exposes(values))
 
 
 def _is_container(value: Any) -> bool:

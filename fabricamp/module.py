@@ -65,6 +65,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Ties the module to a run; the Trainer calls it.  One that does not fit makes no optimizers: the last fit's stay."""
         attachment = Attachment()
         attachment.trainer, attachment.metrics = trainer, metrics
+        attachment.toggled = list(self._attachment.toggled)
         if not fits:
             attachment.optimizers, attachment.schedulers = self._attachment.optimizers, self._attachment.schedulers
         # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
@@ -179,13 +180,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         for other in self._attachment.optimizers:
             for parameter in gradients(other.optimizer).parameters:
                 if id(parameter) not in mine and parameter.requires_grad:
-                    self._toggled.append(parameter)
+                    self._attachment.toggled.append(parameter)
                     parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer | None = None) -> None:
         """Gives back what :meth:`toggle_optimizer` froze."""
-        while self._toggled:
-            self._toggled.pop().requires_grad_(True)
+        while self._attachment.toggled:
+            self._attachment.toggled.pop().requires_grad_(True)
 
     @contextlib.contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
@@ -195,10 +196,6 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             yield
         finally:
             self.untoggle_optimizer(optimizer)
-
-    @property
-    def _toggled(self) -> list[Tensor]:
-        return self.__dict__.setdefault("_toggled_parameters", [])  # type: ignore[no-any-return]  # always this list
 
     def freeze(self) -> None:
         """Freezes every parameter and switches to evaluation."""

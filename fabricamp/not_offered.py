@@ -35,6 +35,7 @@ NOT_OFFERED: Final = {
     "cli.LightningArgumentParser": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
     "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
     "demos": "write the module into your test: a linear layer is ten lines",
+    "fabric": "write the loop around torch, or a LightningModule with automatic_optimization = False",
     "loggers.CometLogger": _LOG_SERVER,
     "loggers.NeptuneLogger": _LOG_SERVER,
     "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",

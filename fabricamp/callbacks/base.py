@@ -197,6 +197,15 @@ _AnyCallback = TypeVar("_AnyCallback", bound=Callback)
 CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")
 
 
+def decides_by_metrics(callback: Callback) -> bool:
+    """Whether a callback is one of those that run last; one on Lightning's base has nothing that says so."""
+    return getattr(callback, "monitors", None) is True
+
+
+def _accepts_none(key: str) -> bool:  # noqa: ARG001 - the signature of Callback.accepts_state_of
+    return False
+
+
 def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any]) -> Iterator[tuple[_AnyCallback, Any]]:
     """Returns each callback with its state: the one under its key, else one that it accepts and that is no other's."""
     keys = {one.state_key for one in callbacks}
@@ -204,7 +213,8 @@ def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any])
     for one in callbacks:
         key = one.state_key
         if key not in states:
-            key = next((other for other in left if one.accepts_state_of(other)), "")
+            accepts = getattr(one, "accepts_state_of", _accepts_none)  # Lightning's base has no such method
+            key = next((other for other in left if accepts(other)), "")
             left = [other for other in left if other != key]
         if key in states:
             yield one, states[key]

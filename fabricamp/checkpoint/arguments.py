@@ -15,7 +15,7 @@ from fabricamp.checkpoint.plain import described
 from fabricamp.checkpoint.typed import interpolates, named_types, rebuilt
 from fabricamp.environment import first_reference
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
+from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, kept_by
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Places:
     name: str
     """The one argument that they were, where it was one."""
 
-    def written(self, owner: HyperparametersMixin) -> dict[str, Any]:
+    def written(self, owner: object) -> dict[str, Any]:
         """Returns what a checkpoint holds of the ``owner``'s hyper-parameters; nothing where there are none."""
-        if not owner.hparams:
+        kept = kept_by(owner)
+        if not kept.values:
             return {}
-        values, notes = described(owner.hparams, private=owner.hparams_private)
-        found = {self.values: values, self.types: notes, self.name: owner.hparams_name}
+        values, notes = described(kept.values, private=kept.private)
+        found = {self.values: values, self.types: notes, self.name: kept.name}
         return {key: value for key, value in found.items() if value}
 
 

@@ -13,6 +13,7 @@ from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.record import Section
 from fabricamp.errors import CheckpointError
+from fabricamp.hyperparameters import kept_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ class Weights(Section):
         values |= MODULE.written(module)
         if datamodule is not None:
             values |= DATA.written(datamodule)
-        if module.hparams_private or (datamodule is not None and datamodule.hparams_private):
+        if any(kept_by(one).private for one in (module, datamodule) if one is not None):
             values[PRIVATE] = True
         return values
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from fabricamp.engine.optimizer_setup import ManagedOptimizer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class Attachment:
     """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
 
-    __slots__ = ("manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "trainer")
+    __slots__ = ("manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "toggled", "trainer")
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -27,6 +28,11 @@ class Attachment:
         self.schedulers: list[Any] = []
         self.manual_backward: Callable[..., None] | None = None
         self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
+        self.toggled: list[Tensor] = []
+        """What ``toggle_optimizer`` froze."""
+
+    def release(self) -> None:
+        """Takes back what the module was lent for the run; one of ours was lent nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return Attachment()

@@ -11,6 +11,8 @@ from fabricamp.engine.explanations import explain
 from fabricamp.engine.notices import say
 from fabricamp.errors import NonFiniteError
 from fabricamp.hooks import call_all
+from fabricamp.lightning.given import hand_back
+from fabricamp.lightning.lending import detach
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.watchdog import exit_code, ignore_at_exit
 
@@ -42,6 +44,8 @@ def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
         session.close(failed=False)
     finally:
         trainer.state.end()
+        detach(session.attachment, session.source)
+        hand_back((*trainer.callbacks, *trainer.loggers))
 
 
 def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:

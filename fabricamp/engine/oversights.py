@@ -17,6 +17,7 @@ from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
+from fabricamp.lightning.bases import lightnings_base
 from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
 
@@ -84,7 +85,7 @@ def warn_of_misspelt_hooks(
     if datamodule is not None:
         owners.append((datamodule, DataModule))
     for owner, base in owners:
-        for given, meant in misspelt_hooks(owner, base):
+        for given, meant in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
             _LOG.warning("fabricamp: %s.%s is no hook; did you mean %r?", type(owner).__name__, given, meant)
 
 

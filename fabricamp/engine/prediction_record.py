@@ -9,6 +9,7 @@ import torch
 from fabricamp.callbacks.prediction_writer import BasePredictionWriter
 from fabricamp.data import move_to_device
 from fabricamp.data.recording import note_indices
+from fabricamp.lightning.given import writes_predictions
 from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class PredictionRecord:
 
 def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord | None:
     """Returns the record that the Trainer's callbacks read; None where none of them writes predictions."""
-    writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]
+    writers: list[Any] = [
+        one for one in trainer.callbacks if isinstance(one, BasePredictionWriter) or writes_predictions(one)
+    ]
     if not writers:
         return None
     record = PredictionRecord(loaders, keeps=any(one.interval.on_epoch for one in writers))

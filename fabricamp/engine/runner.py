@@ -12,6 +12,7 @@ import torch
 
 from fabricamp import launch
 from fabricamp.callbacks._ckpt_path import resolve_checkpoint
+from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
@@ -20,6 +21,8 @@ from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.errors import ConfigError
+from fabricamp.lightning.bases import DATA, MODULE, derives_from
+from fabricamp.lightning.given import adopted, own_loader
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
@@ -82,17 +85,15 @@ class Runner:
         What somebody has added to ``trainer.callbacks``, or removed from it, since the last time is as if given so.
         """
         listed = self.trainer.callbacks
-        self._given_callbacks += [one for one in listed if not _holds(self._put, one)]
+        self._given_callbacks += [adopted(one) for one in listed if not _holds(self._put, one)]
         gone = [one for one in self._put if not _holds(listed, one)]
         self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
         self._default_callbacks = [one for one in self._default_callbacks if not _holds(gone, one)]
         if module is not None and module is not self._callbacks_of:
             # Once per module: what they have seen lasts from one run to the next, as with those that were given.
             found = module.configure_callbacks()
-            self._callbacks_of, self._own_callbacks = (
-                module,
-                list(found) if isinstance(found, (list, tuple)) else [found],
-            )
+            self._callbacks_of = module
+            self._own_callbacks = [adopted(one) for one in (found if isinstance(found, (list, tuple)) else [found])]
         own = self._own_callbacks
         replaced = {type(one) for one in own}
         callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
@@ -101,7 +102,7 @@ class Runner:
         ]
         if self.settings.fast_dev_run:
             callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
-        self._put = sorted(callbacks, key=lambda one: (one.monitors, isinstance(one, ModelCheckpoint)))
+        self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, ModelCheckpoint)))
         self.trainer.callbacks[:] = self._put
 
     @contextlib.contextmanager
@@ -149,18 +150,19 @@ class Runner:
             module = self.session.module
             datamodule = datamodule or (self.session.source.datamodule if evaluation is None else None)
         name = fn.value
-        for given in (module, train, evaluation, datamodule):
-            if words := lightnings(given):
-                raise ConfigError(f"{name}: {words}")
-        if isinstance(train, DataModule):
+        if _is_datamodule(train):
             train, datamodule = None, train
-        if isinstance(evaluation, DataModule):
+        if _is_datamodule(evaluation):
             evaluation, datamodule = None, evaluation
-        if not isinstance(module, TrainingModule):
+        train, evaluation = own_loader(train), own_loader(evaluation)
+        for given in (module, train, evaluation, datamodule):
+            if not derives_from(given, MODULE) and not derives_from(given, DATA) and (words := lightnings(given)):
+                raise ConfigError(f"{name}: {words}")
+        if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
             raise ConfigError(
                 f"{name} got {type(module).__name__}; give a module whose class derives from fabricamp.TrainingModule"
             )
-        if datamodule is not None and not isinstance(datamodule, DataModule):
+        if datamodule is not None and not _is_datamodule(datamodule):
             raise ConfigError(
                 f"datamodule is a {type(datamodule).__name__}, and not a fabricamp.DataModule; pass loaders as dataloaders"
             )
@@ -196,6 +198,10 @@ class Runner:
 
     def _anomalies(self) -> Any:
         return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
+
+
+def _is_datamodule(value: object) -> bool:
+    return isinstance(value, DataModule) or derives_from(value, DATA)
 
 
 def _holds(callbacks: list[Callback], one: Callback) -> bool:

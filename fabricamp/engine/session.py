@@ -32,6 +32,8 @@ from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.hyperparameters import Kept, kept_by
+from fabricamp.lightning.lending import attach
 from fabricamp.loggers.delivery import Delivery
 from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.checkpoint.record import Record
-    from fabricamp.data import DataModule, Feed
+    from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
 
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
@@ -101,7 +103,7 @@ class Session:
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)
-        private = any(one.logs_hyperparameters and one.hparams_private for one in self._owners())
+        private = any(one.logged and one.private for _, one in self._kept())
         for logger in self.trainer.loggers:
             # Before they write or take up a file; one that has shown such values shows them in a later run too.
             logger.private = logger.private or private
@@ -129,9 +131,8 @@ class Session:
 
     def attach(self) -> None:
         """Ties module and data to this run."""
-        self.attachment = self.module.attach(self.trainer, self.metrics, fits=self.fn is TrainerFn.FITTING)
-        if self.source.datamodule is not None:
-            self.source.datamodule.trainer = self.trainer
+        fits = self.fn is TrainerFn.FITTING
+        self.attachment = attach(self.module, self.source, self.trainer, self.metrics, fits=fits)
         self.strategy.attach(self)
         self.metrics.sinks.append(LogAxis(self.trainer.state, self.delivery).deliver)
 
@@ -191,17 +192,18 @@ class Session:
             accumulates=self.settings.accumulate_grad_batches > 1 or sums,
         )
 
-    def _owners(self) -> list[TrainingModule | DataModule]:
-        """Those of data and module that have hyper-parameters."""
-        return [one for one in (self.source.datamodule, self.module) if one is not None and one.hparams]
+    def _kept(self) -> list[tuple[str, Kept]]:
+        """The hyper-parameters of data and module, where they have some, with the names of their classes."""
+        owners = [one for one in (self.source.datamodule, self.module) if one is not None]
+        return [(type(one).__name__, kept) for one in owners if (kept := kept_by(one)).values]
 
     def _log_hyperparams(self) -> None:
         logged: dict[str, Any] = {}
-        for owner in self._owners():
-            written = plain(owner.hparams, private=owner.hparams_private)
+        for owner, kept in self._kept():
+            written = plain(kept.values, private=kept.private)
             # Before training, not at the first checkpoint.
-            check_content(written, f"hyper-parameters of {type(owner).__name__}")
-            if owner.logs_hyperparameters:
+            check_content(written, f"hyper-parameters of {owner}")
+            if kept.logged:
                 logged |= written
         if logged:
             self.delivery.log_hyperparams(logged)

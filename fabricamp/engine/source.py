@@ -19,6 +19,7 @@ from fabricamp.data import (
 )
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, overrides
+from fabricamp.lightning.given import own_loader
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
 from fabricamp.rng import global_seed
@@ -223,8 +224,10 @@ class DataSource:
             return given
         datamodule = self._source.datamodule
         if datamodule is not None and overrides(datamodule, f"{name}_dataloader", DataModule):
-            return getattr(datamodule, f"{name}_dataloader")()
-        return getattr(self._module, f"{name}_dataloader")()
+            return own_loader(getattr(datamodule, f"{name}_dataloader")())
+        if not overrides(self._module, f"{name}_dataloader", ModuleHooks):
+            return None  # Lightning's base raises
+        return own_loader(getattr(self._module, f"{name}_dataloader")())
 
     def _wire(self, loader: Any, *, train: bool) -> Any:
         return wire_loader(

@@ -9,6 +9,8 @@ import torch
 from fabricamp import launch
 from fabricamp.data import move_to_device
 from fabricamp.engine.session import Session
+from fabricamp.lightning.given import hand_back
+from fabricamp.lightning.lending import detach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +45,8 @@ def start_workers(
     session.data.take_lengths(outcome["lengths"])
     session.metrics.take_published(outcome["metrics"], outcome["metrics"])
     runner.session = session
+    detach(session.attachment, source)
+    hand_back((*runner.trainer.callbacks, *runner.trainer.loggers))
     return outcome["result"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fabricamp import callbacks
 from fabricamp.callbacks.base import CALLBACKS, Callback
 from fabricamp.errors import ConfigError, without_address
+from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.not_offered import lightnings
 
@@ -15,9 +16,9 @@ from fabricamp.not_offered import lightnings
 def as_callbacks(value: Any) -> list[Callback]:
     """Returns a list of callbacks from one, several, names among them, or None."""
     given = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    found = [_by_name(one) if isinstance(one, str) else one for one in given]
+    found = [_by_name(one) if isinstance(one, str) else adopted(one) for one in given]
     for one in found:
-        if not isinstance(one, Callback):
+        if not (isinstance(one, Callback) or runs_as_it_is(one)):
             hint = f"; give an instance: {one.__name__}(...)" if isinstance(one, type) else ""
             raise ConfigError(
                 f"callbacks: {words}"
@@ -50,6 +51,7 @@ def as_loggers(value: Any) -> list[Logger] | None:
     if value is None or value is True:
         return None
     given = [] if value is False else list(value) if isinstance(value, (list, tuple)) else [value]
+    given = [adopted(one) for one in given]
     for one in given:
         if not isinstance(one, Logger):
             raise ConfigError(

@@ -22,13 +22,22 @@ STARTS_PROCESSES = {"ddp_strategy"}
 _LIGHTNING = re.compile(
     r"\b(lightning\.pytorch|pytorch_lightning)\b|(?<=import )lightning\b(?= as )|(?<=from )lightning\b(?= import )"
 )
+_TRAINER = re.compile(r"(?<![\w.])(?:(?:pl|L)\.)?Trainer\(")
+_TRAINERS_PATH = "lightning.pytorch.trainer.Trainer"
+LIGHTNINGS_OBJECTS = "Lightning's objects in fabricamp's Trainer"
 _LAST_PRINTED = 1.01e-8
 _DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 
 
 def source(name: str, package: str) -> str:
-    """The program's text with ``package`` in the place of Lightning's name, and nothing else changed."""
-    return _LIGHTNING.sub(package, (HERE / "programs" / f"{name}.py").read_text())
+    """The program's text with ``package`` in the place of Lightning's name, and nothing else changed.
+
+    :data:`LIGHTNINGS_OBJECTS` changes the calls of the Trainer alone: module, data and callbacks stay Lightning's.
+    """
+    text = (HERE / "programs" / f"{name}.py").read_text()
+    if package != LIGHTNINGS_OBJECTS:
+        return _LIGHTNING.sub(package, text)
+    return _TRAINER.sub('__import__("fabricamp").Trainer(', text.replace(_TRAINERS_PATH, "fabricamp.Trainer"))
 
 
 def printed(name: str, package: str) -> str:

@@ -1,0 +1,1 @@
+"""A folder for ``sys.path``: its modules have Lightning's names."""

@@ -1,0 +1,178 @@
+"""``python -m fabricamp.lightning script.py``: Lightning's names are fabricamp's, whether Lightning is installed or not."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.lightning.run import HERE
+from tests.lightning.test_programs import differences, expected
+
+
+def run(folder, *command, code=0, text=None):
+    """Runs ``command`` in ``folder``, in which ``script.py`` has ``text``; returns what it wrote to stdout and stderr."""
+    if text is not None:
+        (folder / "script.py").write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+DOOR = ("-m", "fabricamp.lightning")
+
+ALL_FORMS = """
+    import sys
+    import lightning as L
+    import lightning.pytorch as pl
+    import pytorch_lightning
+    from lightning import Callback, LightningModule as One
+    from lightning.pytorch import LightningModule, callbacks
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint as Deep
+    from pytorch_lightning.callbacks.progress.rich_progress import RichProgressBar
+    from pytorch_lightning.utilities.types import STEP_OUTPUT
+    import importlib.util, fabricamp
+    assert pl is pytorch_lightning is L.pytorch is fabricamp
+    assert One is LightningModule is pl.LightningModule is fabricamp.TrainingModule
+    assert Deep is ModelCheckpoint is callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
+    assert L.Trainer is fabricamp.Trainer and L.pytorch.callbacks.EarlyStopping is EarlyStopping
+    assert importlib.util.find_spec("lightning.pytorch.profilers") is None and importlib.util.find_spec("lightning.fabric") is None
+    assert fabricamp.__spec__.name == "fabricamp" and fabricamp.__name__ == "fabricamp"
+    assert not [name for name, one in sys.modules.items() if "site-packages/lightning/" in str(getattr(one, "__file__", ""))]
+    for name in ("lightning.pytorch.profilers", "lightning.fabric", "pytorch_lightning.callbacks.pruning", "lightning.pytorch.non"):
+        try:
+            __import__(name)
+        except ModuleNotFoundError as error:
+            print(error)
+    try:
+        L.Fabric
+    except AttributeError as error:
+        print(error)
+    for arguments in ({"gpus": 2}, {"resume_from_checkpoint": "x.ckpt"}, {"amp_level": "O2"}):
+        try:
+            L.Trainer(**arguments)
+        except TypeError as error:
+            print(error)
+    print(L.Trainer(precision=16, accelerator="cpu", logger=False).precision)
+"""
+
+
+def test_every_form_of_import_and_what_is_not_offered(tmp_path):
+    shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
+    lines = shown.splitlines()
+    assert lines[0].startswith("Lightning's profilers is not offered by fabricamp: run torch.profiler around fit")
+    assert lines[1].startswith("Lightning's fabric is not offered by fabricamp: ")
+    assert lines[2].startswith("Lightning's callbacks.ModelPruning is not offered")
+    assert lines[3] == "No module named 'fabricamp.non'"
+    assert "Fabric" in lines[4]
+    assert "devices=2" in lines[5]
+    assert "ckpt_path" in lines[6]
+    assert "precision" in lines[7]
+    assert lines[8] == "16-mixed"
+
+
+LOOKS = """
+    import sys, os
+    print(sys.argv, __name__, __file__, __spec__ and __spec__.name, __package__)
+    print([one for one in sys.path if one and "_path" not in one][:1], sys.modules["__main__"].__dict__ is globals())
+    import beside
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_script_sees_what_python_shows_it(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "beside.py").write_text("print('imported')")
+    (tmp_path / "inner" / "script.py").write_text(textwrap.dedent(LOOKS))
+    script = "inner/script.py"
+    assert run(tmp_path, *DOOR, script, "3", "--x", code=3) == run(tmp_path, script, "3", "--x", code=3)
+
+
+def test_a_module_sees_what_python_shows_it(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in {"__init__": "", "part": LOOKS, "__main__": LOOKS}.items():
+        (package / f"{name}.py").write_text(textwrap.dedent(text))
+    (tmp_path / "beside.py").write_text("print('imported')")
+    for name in ("package.part", "package"):
+        assert run(tmp_path, *DOOR, "-m", name, "4", code=4) == run(tmp_path, "-m", name, "4", code=4)
+
+
+ERRORS = {
+    "raise": "def f():\n    return 1 / 0\nf()",
+    "syntax": "1 1",
+    "exit": "import sys\nsys.exit('told')",
+    "hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind.__name__, trace.tb_lineno)\n1 / 0",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_it_ends_as_python_ends_it(tmp_path, name):
+    (tmp_path / "script.py").write_text(ERRORS[name])
+    plain = run(tmp_path, "script.py", code=1)
+    assert run(tmp_path, *DOOR, "script.py", code=1) == plain
+    assert plain != ("", "")
+
+
+def test_an_interrupt_is_told_by_the_signal(tmp_path):
+    _, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text="raise KeyboardInterrupt")
+    assert shown.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
+    _, shown = run(tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.plugins import MixedPrecision")
+    assert re.findall(r'File "(.*?)", line', shown) == [str(tmp_path / "script.py")]
+    assert "ModuleNotFoundError: Lightning's plugins is not offered by fabricamp" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ((), 2, "usage: python -m fabricamp.lightning script.py"),
+        (("none.py",), 2, "there is no file 'none.py'"),
+        (("none",), 2, "for a module write -m none"),
+        (("-m", "none.of_these"), 2, "there is no module 'none.of_these'"),
+    ],
+)
+def test_what_cannot_be_run_is_said(tmp_path, command, code, words):
+    assert words in run(tmp_path, *DOOR, *command, code=code)[1]
+
+
+SPAWNS = """
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return pl.__name__
+
+    if __name__ == "__main__":
+        print([name for batch in DataLoader(Data(), num_workers=1, multiprocessing_context="spawn") for name in batch])
+"""
+
+
+def test_spawned_workers_find_the_names_too(tmp_path):
+    assert run(tmp_path, *DOOR, "script.py", text=SPAWNS)[0].strip() == str(["fabricamp"] * 4)
+
+
+@pytest.mark.parametrize("name", ["hydra_template", "ddp_strategy"])
+def test_a_public_style_program_runs_as_written(tmp_path, name):
+    """The second one in two processes, that run the script again."""
+    text = (HERE / "programs" / f"{name}.py").read_text()
+    assert "fabricamp" not in text
+    printed, _ = run(tmp_path, *DOOR, "script.py", text=text)
+    lines = expected(name).splitlines()
+    own = [line for line in printed.splitlines() if line.split(" ")[0] in {one.split(" ")[0] for one in lines}]
+    different = list(differences("\n".join(lines), "\n".join(own)))
+    assert not different, "".join(different)
