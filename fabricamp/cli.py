@@ -20,7 +20,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "plot", "runs", "doctor")
+COMMANDS = (*RUNS, "plot", "runs", "verify", "doctor")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -51,6 +51,7 @@ examples:
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
   fabricamp plot runs/version_0 runs/version_1 --out both.png
   fabricamp runs runs                                 (the runs in this folder, and how they ended)
+  fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
             )
             parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
-        return {"plot": _plot, "runs": _list_runs, "doctor": _doctor}[options.command](options)
+        return {"plot": _plot, "runs": _list_runs, "verify": _verify, "doctor": _doctor}[options.command](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
 
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     _add_plot(commands)
     _add_runs(commands)
+    _add_verify(commands)
     about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
     doctor = commands.add_parser(
         "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
@@ -153,6 +155,27 @@ def _list_runs(options: argparse.Namespace) -> int:
 
     show(options.folder)
     return 0
+
+
+def _add_verify(commands: Any) -> None:
+    about = (
+        "run a script twice, straight, and killed and resumed, and say whether the bits are equal or where they part"
+    )
+    verify = commands.add_parser(
+        "verify", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+    )
+    verify.add_argument("--batches", type=int, default=20, help="of its first fit, which ends there; 20 by default")
+    verify.add_argument("script", type=Path, help="the Python script that calls Trainer.fit")
+    verify.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from fabricamp.verify import verify
+
+    difference, what = verify(options.script, options.arguments, options.batches)
+    print(what)
+    print("bitwise equal" if difference is None else difference)
+    return 0 if difference is None else 1
 
 
 def _plot(options: argparse.Namespace) -> int:

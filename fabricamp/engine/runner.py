@@ -20,6 +20,7 @@ from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
+from fabricamp.engine.verification import take_part, the_plan
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
 from fabricamp.lightning.given import adopted, own_loader
@@ -177,6 +178,8 @@ class Runner:
         index = self.device_indices[environment.local_rank % len(self.device_indices)]
         device = torch.device("cpu") if trainer.device_type == "cpu" else torch.device(trainer.device_type, index)
         trainer.strategy.setup_environment(environment, device)
+        if fn is TrainerFn.FITTING:
+            take_part(self, trainer)
         join_loggers(trainer)
         self.take_callbacks(module)
         if fn is TrainerFn.FITTING:
@@ -192,6 +195,8 @@ class Runner:
 
     def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
         """Notes and returns the file to load, and what it holds where that was read in choosing it."""
+        if self.trainer.state.fn is TrainerFn.FITTING and (plan := the_plan()) is not None:
+            ckpt_path = plan.resume_from or ckpt_path
         found = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
         self.trainer.ckpt_path = found[0]
         return found

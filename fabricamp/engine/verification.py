@@ -1,0 +1,135 @@
+"""What a fit does under ``fabricamp verify``: writes a digest of its state behind each batch, and is killed where it was told.
+
+The command says by one environment variable what is to be done; a fit without it does nothing of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.loggers.dummy import DummyLogger
+from fabricamp.rng import capture_rng
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.engine.runner import Runner
+    from fabricamp.engine.session import Session
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+VARIABLE = "FABRICAMP_VERIFY"
+START, DONE = "start", "done"
+_SECTIONS = ("weights", "optimizers", "learning-rate schedules", "precision")
+_STATE = ("state_dict", "optimizer_states", "lr_schedulers", "amp")
+
+
+class Plan(NamedTuple):
+    """What one fit is to do; places are those of batches, as ``epoch/batch``, or nothing."""
+
+    folder: str
+    """Where the digests go, and the checkpoint."""
+    batches: int
+    """Behind so many it ends."""
+    save_at: str = ""
+    kill_at: str = ""
+    resume_from: str = ""
+
+
+def the_plan() -> Plan | None:
+    """Returns what the command has asked for, if it runs."""
+    text = os.environ.get(VARIABLE)
+    return Plan(**json.loads(text)) if text else None
+
+
+def take_part(runner: Runner, trainer: Trainer) -> None:
+    """Before a fit under the command: leaves its logs and checkpoints out, and records it."""
+    plan = the_plan()
+    if plan is None:
+        return
+    trainer.loggers = [DummyLogger()] if trainer.loggers else []
+    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, ModelCheckpoint)]
+    trainer.callbacks.append(Recorder(plan, runner))
+
+
+class Recorder(Callback):
+    """Writes a line of digests for each batch, and kills its process at the end of what it was asked for."""
+
+    def __init__(self, plan: Plan, runner: Runner) -> None:
+        self._plan = plan
+        self._runner = runner
+        self._before: dict[str, Any] = {}
+        self._batches = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """What the fit begins with: that of its checkpoint, where it has one."""
+        self._write(trainer, {"at": START, "state": self._state()})
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        """The batch, and the random numbers it meets."""
+        self._before = {"data": digests(batch, "batch"), "rng": digests(capture_rng(), "random")}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """What became of it."""
+        self._batches += 1
+        place = f"{trainer.current_epoch}/{batch_idx}"
+        self._write(trainer, {"at": place, "step": trainer.global_step, **self._before, "state": self._state()})
+        if place == self._plan.save_at:
+            trainer.save_checkpoint(Path(self._plan.folder) / "saved.ckpt")
+        if place == self._plan.kill_at or self._batches == self._plan.batches:
+            self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """What the script does behind the fit is not looked at."""
+        self._end(trainer)
+
+    def _state(self) -> dict[str, str]:
+        assert self._runner.session is not None
+        return digests_of_state(self._runner.session)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._write(trainer, {"at": DONE})
+        trainer.strategy.barrier("verified")  # a rank that is gone would end the others before they are here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        with (Path(self._plan.folder) / f"rank{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def digests_of_state(session: Session) -> dict[str, str]:
+    """Digests of what a checkpoint holds of weights, optimizers, schedules and loss scale, by their names; every rank calls it."""
+    saved = session.record.save(*_SECTIONS)
+    return {name: one for key in _STATE for name, one in digests(saved.get(key), key).items()}
+
+
+def digests(value: Any, name: str) -> dict[str, str]:
+    """Digests of the tensors, numbers and texts in ``value``, by their names."""
+    return {where: hashlib.blake2b(content, digest_size=8).hexdigest() for where, content in _contents(value, name)}
+
+
+def _contents(value: Any, name: str) -> Iterator[tuple[str, bytes]]:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        yield name, f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _contents(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _contents(inner, f"{name}.{number}")
+    elif isinstance(value, bytes | str | int | float | None):
+        yield name, repr(value).encode()
+    else:  # its repr may hold an address
+        yield name, type(value).__qualname__.encode()

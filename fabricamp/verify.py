@@ -1,0 +1,141 @@
+"""``fabricamp verify``: runs a script straight, and killed and resumed, and compares the bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabricamp.engine.verification import DONE, START, VARIABLE, Plan
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Record = dict[str, dict[str, Any]]
+"""The lines of one rank by their places, in order."""
+
+_FEWEST = 4
+_PARTS = ("data", "rng", "state")
+_CAUSES = {
+    ("again", "start"): "weights are drawn without a seed; call seed_everything before the module is built",
+    ("again", "data"): (
+        "an order or augmentation that no seed decides; call seed_everything before the loaders are made, and draw from torch, "
+        "numpy or random"
+    ),
+    ("again", "rng"): "something before this batch drew random numbers by the time, a thread or an unordered set",
+    (
+        "again",
+        "state",
+    ): "the same weights, batch and random numbers gave other bits: an operation without a fixed order; "
+    "try Trainer(deterministic=True), which names it",
+    (
+        "resumed",
+        "start",
+    ): "the checkpoint gives these back with other values: look at on_load_checkpoint, load_state_dict and "
+    "buffers that are not persistent",
+    ("resumed", "data"): (
+        "the data go on elsewhere: an iterable dataset or a sampler with a place of its own; give it state_dict and load_state_dict"
+    ),
+    ("resumed", "rng"): "random numbers went on elsewhere: something draws beside the steps",
+    ("resumed", "state"): (
+        "the step reads what no checkpoint holds, such as a plain attribute that changes while training: make it a buffer, or "
+        "write it in on_save_checkpoint; or an operation has no fixed order (Trainer(deterministic=True) names it)"
+    ),
+}
+
+
+class Difference(NamedTuple):
+    """The first thing that differed: in which comparison, where, which part of it, which names."""
+
+    comparison: str
+    place: str
+    step: int
+    part: str
+    names: list[str]
+    rank: int
+
+    def __str__(self) -> str:
+        words = {"again": "a second run from the start", "resumed": "the run that was killed and resumed"}[
+            self.comparison
+        ]
+        when = (
+            "before its first batch" if self.part == START else f"at batch {self.place} (epoch/batch), step {self.step}"
+        )
+        what = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
+        rank = f" on rank {self.rank}" if self.rank else ""
+        return f"not equal: {words} differs {when}{rank}: {what}\nlikely cause: {_CAUSES[self.comparison, self.part]}"
+
+
+def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tuple[Difference | None, str]:
+    """Returns the first difference, or None, and what was compared; raises :class:`ConfigError` where it cannot be tried."""
+    if not script.is_file():
+        raise ConfigError(f"{str(script)!r} is not there; give the script that calls Trainer.fit")
+    if batches < _FEWEST:
+        raise ConfigError(f"batches={batches}: choose {_FEWEST} or more")
+    command = [sys.executable, str(script), *arguments]
+    with tempfile.TemporaryDirectory(prefix="fabricamp-verify-") as name:
+        straight = _run(command, Plan(f"{name}/straight", batches))
+        places = [place for place in straight[0] if place not in (START, DONE)]
+        if len(places) < _FEWEST:
+            raise ConfigError(f"{script} trains on {len(places)} batches; {_FEWEST} or more can be cut in two")
+        saved = len(places) // 2 - 1
+        save_at, kill_at = places[saved], places[saved + 2]
+        killed = _run(command, Plan(f"{name}/killed", batches, save_at, kill_at))
+        found = compare("again", straight, killed)
+        what = (
+            f"{len(places)} batches on {len(straight)} rank(s), killed behind batch {kill_at}, resumed behind {save_at}"
+        )
+        if found is None:
+            rest = len(places) - saved - 1
+            resumed = _run(command, Plan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
+            found = compare("resumed", straight, resumed, begun_at=save_at)
+    return found, what
+
+
+def compare(
+    comparison: str, straight: Sequence[Record], other: Sequence[Record], begun_at: str = START
+) -> Difference | None:
+    """Returns the first thing in which the ``other`` run, begun behind ``begun_at``, differs from the straight one."""
+    for rank, (lines, others) in enumerate(zip(straight, other, strict=True)):
+        names = _differing(lines[begun_at]["state"], others[START]["state"])
+        if names:
+            return Difference(comparison, begun_at, 0, START, names, rank)
+    for place in (one for one in other[0] if one not in (START, DONE)):
+        for part in _PARTS:
+            for rank, (lines, others) in enumerate(zip(straight, other, strict=True)):
+                names = _differing(lines.get(place, {}).get(part, {}), others[place][part])
+                if names:
+                    return Difference(comparison, place, others[place]["step"], part, names, rank)
+    return None
+
+
+def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
+
+
+def _run(command: Sequence[str], plan: Plan) -> list[Record]:
+    """Runs the script as the plan says, and returns what each rank wrote."""
+    folder = Path(plan.folder)
+    folder.mkdir()
+    environment = {**os.environ, VARIABLE: json.dumps(plan._asdict())}
+    with (folder / "output").open("w") as output:
+        subprocess.run(  # noqa: S603 - the user's own script
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
+        )
+    records = []
+    for number in range(len(list(folder.glob("rank*.jsonl")))):
+        lines = [json.loads(line) for line in (folder / f"rank{number}.jsonl").read_text().splitlines()]
+        records.append({line["at"]: line for line in lines})
+    if not records or any(DONE not in one for one in records):
+        with (folder / "output").open() as output:
+            last = "".join(deque(output, 15))
+        raise ConfigError(
+            f"{command[1]} did not come to the end of what was tried ({folder.name}); its last words:\n{last}"
+        )
+    return records
