@@ -18,7 +18,7 @@ from fabricamp.precision import OptLevel
 from fabricamp.precision.casting import convertible_modules
 from fabricamp.precision.conversion import tensors_to_convert
 from fabricamp.precision.named import precision_from
-from fabricamp.precision.opt_levels import LEVELS
+from fabricamp.precision.opt_levels import LEVELS, Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
-    from fabricamp.precision.opt_levels import Level
     from fabricamp.trainer import Trainer
 
 _COLUMNS = ("Name", "Type", "Params", "Trainable", "Size")

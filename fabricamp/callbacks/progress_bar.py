@@ -7,14 +7,13 @@ import math
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fabricamp.callbacks._screens import Track, duration, open_screen
+from fabricamp.callbacks._screens import Pairs, Screen, Track, duration, open_screen
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fabricamp.callbacks._screens import Pairs, Screen
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 

@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp.data import Feed
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import ModuleHooks, call_all, overrides
-from fabricamp.state import NOT_VALIDATING, Scope, TrainerFn
+from fabricamp.hooks import Hooks, ModuleHooks, call_all, overrides
+from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fabricamp.data import Feed
     from fabricamp.engine.prediction_record import PredictionRecord
-    from fabricamp.hooks import Hooks
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
-    from fabricamp.state import RunState
     from fabricamp.watchdog import StopAgreement
 
 

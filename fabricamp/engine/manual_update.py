@@ -9,6 +9,7 @@ import torch
 
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
+from fabricamp.precision.base import Clip
 from fabricamp.precision.plain_step import clip_gradients, demands_closure, write_gradients
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.engine.parts import FitParts
-    from fabricamp.precision.base import Clip
 
 
 class ManualUpdate(Update):

@@ -6,15 +6,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import NonFiniteError
+from fabricamp.precision import Verdict
 from fabricamp.precision.loss_scaler import PATIENCE
-from fabricamp.state import NON_FINITE
+from fabricamp.precision.verdicts import Verdicts
+from fabricamp.state import NON_FINITE, RunState
+from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from fabricamp.engine.schedules import Schedules
-    from fabricamp.precision import Verdict
-    from fabricamp.precision.verdicts import Verdicts
-    from fabricamp.state import RunState
-    from fabricamp.strategies.base import Strategy
 
 logger = logging.getLogger("fabricamp")
 

@@ -17,24 +17,22 @@ import torch
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint.record import Section
-from fabricamp.data import move_to_device
+from fabricamp.data import Feed, move_to_device
 from fabricamp.engine.open_window import OpenWindow
 from fabricamp.hooks import overrides
+from fabricamp.metrics import Metrics
 from fabricamp.metrics.saving import find_objects, load_objects, save_objects
 from fabricamp.rng import capture_rng, restore_rng
-from fabricamp.state import Scope
+from fabricamp.state import RunState, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from fabricamp.data import Feed
     from fabricamp.engine.update import Update
     from fabricamp.loggers.delivery import Delivery
-    from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
-    from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
 _LOG = logging.getLogger("fabricamp")

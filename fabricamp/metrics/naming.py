@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.metrics.slots import NO_LOADER, Published
-from fabricamp.state import Scope
-
-if TYPE_CHECKING:
-    from fabricamp.metrics.slots import Arguments
-    from fabricamp.state import RunState
+from fabricamp.metrics.slots import NO_LOADER, Arguments, Published
+from fabricamp.state import RunState, Scope
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "sync_dist", "add_dataloader_idx", "rank_zero_only")
 _MODES = ("mean", "sum", "min", "max")

@@ -10,16 +10,14 @@ from torch.compiler import is_dynamo_compiling
 
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.naming import check_arguments, full_name, published_values
-from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Slot
+from fabricamp.metrics.slots import NO_LOADER, Arguments, Cell, MetricTable, Slot
 from fabricamp.metrics.values import as_weight, batch_length, is_metric, plain_value
 from fabricamp.metrics.views import Dtypes, dtype_of
-from fabricamp.state import Scope
+from fabricamp.state import RunState, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp.metrics.slots import Cell
-    from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
 

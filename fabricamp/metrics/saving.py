@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from fabricamp.errors import CheckpointError
 from fabricamp.metrics.exchange import RankValues
-from fabricamp.metrics.slots import Published
+from fabricamp.metrics.slots import MetricTable, Published
 from fabricamp.metrics.values import is_metric
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from fabricamp.metrics.slots import MetricTable
 
 
 def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:

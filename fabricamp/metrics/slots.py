@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.state import Scope
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 _NEUTRAL = {"min": math.inf, "max": -math.inf}
 _INITIAL_CAPACITY = 64
