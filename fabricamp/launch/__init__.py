@@ -2,14 +2,12 @@
 
 from fabricamp.launch.devices import resolve_devices
 from fabricamp.launch.environment import check_environment, detect
-from fabricamp.launch.failures import TERMINATED
 from fabricamp.launch.processes import run_function, run_script
 from fabricamp.launch.recording import record_end, record_failure, record_others
 from fabricamp.launch.slurm import requeue_job
-from fabricamp.launch.start import choose_start_method, in_call, interactive, script_can_rerun
+from fabricamp.launch.start import choose_start_method, in_call, interactive
 
 __all__ = [
-    "TERMINATED",
     "check_environment",
     "choose_start_method",
     "detect",
@@ -22,5 +20,4 @@ __all__ = [
     "resolve_devices",
     "run_function",
     "run_script",
-    "script_can_rerun",
 ]

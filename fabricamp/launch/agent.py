@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fabricamp.launch.start import StartMethod
 
-ENDINGS = tuple(name for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+ENDINGS = ("SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals on which the agent ends its workers."""
 
 # A rank that was asked to end may have a checkpoint to write.

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a rank that saved after SIGTERM, or that was ended because of another."""
 
-_FATAL = tuple(
-    getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE") if hasattr(signal, name)
-)
+_FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 _NO_FAILURE = ("SystemExit: 0", "SystemExit: None", "SystemExit: ")

@@ -49,8 +49,6 @@ def choose_start_method(requested: str | None = None) -> StartMethod:
 
 def check_fork() -> None:
     """Raises :class:`ConfigError` where a forked process could not work."""
-    if not hasattr(os, "fork"):
-        raise ConfigError("start_method='fork' does not exist on this system; use start_method='spawn'")
     if torch.cuda.is_initialized():
         raise ConfigError(
             "processes cannot be forked once CUDA is initialised here, because they could not use it; in a notebook: "

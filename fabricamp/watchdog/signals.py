@@ -77,9 +77,8 @@ def exit_code(reason: str) -> int:
 
 def ignore_at_exit() -> None:
     """Lets the process come to its end undisturbed: a starter that sees the first rank exit sends the others a second SIGTERM."""
-    for name in ("SIGTERM", "SIGUSR1"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_DFL:
             atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
@@ -87,11 +86,9 @@ def _handlers(agreement: StopAgreement) -> dict[int, _Handler]:
     handlers: dict[int, _Handler] = {}
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         handlers[signal.SIGINT] = _on_interrupt(agreement)
-    names = ["SIGTERM", "SIGUSR1"] if "SLURM_JOB_ID" in os.environ else ["SIGTERM"]
-    for name in names:
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            handlers[number] = _on_signal(agreement, name)
+    for one in [signal.SIGTERM, signal.SIGUSR1] if "SLURM_JOB_ID" in os.environ else [signal.SIGTERM]:
+        if signal.getsignal(one) is signal.SIG_DFL:
+            handlers[one] = _on_signal(agreement, one.name)
     return handlers
 
 
@@ -138,7 +135,7 @@ def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
 def _leave_group_after_fork() -> None:
     """Loader workers leave the process group: starters send it SIGTERM as a whole, and a run cannot end well without its data."""
     global _children_leave  # noqa: PLW0603 - such a registration is for the life of the process
-    if not _children_leave and hasattr(os, "register_at_fork"):
+    if not _children_leave:
         _children_leave = True
         os.register_at_fork(after_in_child=_leave_group)
 
