@@ -13,7 +13,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import LambRule, Steering
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
-from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import Column, Part
 
 
 class _UncountedRule(LambRule):
@@ -101,11 +101,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super()._before_rows()
 
     def _build(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        copies: Sequence[Tensor | None] | None,
-        flags: Sequence[Tensor | None] | None,
+        self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
     ) -> list[Part]:
         given = iter(gradients)
         for group in self.param_groups:

@@ -20,7 +20,9 @@ from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers.refusals import is_wrapper
 
 Value = TypeVar("Value")
-LAST: Final[Sequence[Tensor | None]] = []
+Column = Sequence[Tensor | None]
+"""One entry for each parameter, None where there is none."""
+LAST: Final[Column] = []
 """Stands for what the last call was given."""
 
 
@@ -50,7 +52,7 @@ class Part:
         self._copies = copies
         self._copied = any(copy is not None for copy in copies)
         self._flags = flags
-        self._gradients: Sequence[Tensor | None] = ()
+        self._gradients: Column = ()
         # A master's half copy is what forward reads; nobody's backward goes through the master.
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
@@ -66,7 +68,7 @@ class Part:
                 groups=groups,
             )
 
-    def has(self, row: int, target: Tensor, state: Sequence[Tensor | None]) -> bool:
+    def has(self, row: int, target: Tensor, state: Column) -> bool:
         """Whether these are the tensors of ``row``."""
         own = (column[row] for column in (*self._states, *self._cells))
         return target is self._parameters[row] and all(map(operator.is_, own, state))
@@ -75,7 +77,7 @@ class Part:
         """Returns those of ``values``, one for each of the optimizer's parameters, that belong to this part."""
         return values if len(values) == len(self.places) else [values[place] for place in self.places]
 
-    def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool) -> None:
+    def refresh(self, gradients: Column, *, trust: bool) -> None:
         """Takes in a step's gradients; ``trust`` False where they come from another place than the last ones."""
         if self.table is None:
             if any(one is not None and _is_unreadable(one) for one in gradients):
@@ -110,7 +112,7 @@ class Part:
         nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         return ops.gradient_statistics([nothing if one is None else one for one in self._present()], own, divisor)
 
-    def _present(self) -> Sequence[Tensor | None]:
+    def _present(self) -> Column:
         """The gradients of rows that take part; flags are read by the host here, as only a reference may."""
         if self._flags is None:
             return self._gradients
@@ -152,11 +154,7 @@ class Known:
     """What rows were built from: they stay as they are while the parameters are the same objects in the same memory."""
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        parts: Sequence[Part],
-        copies: Sequence[Tensor | None] | None,
-        flags: Sequence[Tensor | None] | None,
+        self, parameters: Sequence[Tensor], parts: Sequence[Part], copies: Column | None, flags: Column | None
     ) -> None:
         self._parameters = list(parameters)
         members = {place for part in parts for place in part.places}
@@ -171,11 +169,7 @@ class Known:
         self._flags = flags
 
     def holds(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        copies: Sequence[Tensor | None] | None,
-        flags: Sequence[Tensor | None] | None,
+        self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
     ) -> bool:
         """Whether they stay, and no parameter without a row has a gradient now."""
         return (
