@@ -5,7 +5,7 @@ from fabricamp.launch.environment import check_environment, detect
 from fabricamp.launch.processes import run_function, run_script
 from fabricamp.launch.recording import record_end, record_failure, record_others
 from fabricamp.launch.slurm import requeue_job
-from fabricamp.launch.start import choose_start_method, in_call, interactive
+from fabricamp.launch.start import choose_start_method, in_call, interactive, script_can_rerun
 
 __all__ = [
     "check_environment",
@@ -20,4 +20,5 @@ __all__ = [
     "resolve_devices",
     "run_function",
     "run_script",
+    "script_can_rerun",
 ]
