@@ -64,11 +64,11 @@ def config(tmp_path, monkeypatch):
     sys.modules.pop("parts_of_command", None)
 
 
-def run(*words):
+def run(*words, command=COMMAND):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     return subprocess.run(
-        [*COMMAND, *words],
+        [*command, *words],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -162,26 +162,27 @@ def test_a_bug_has_its_traceback_and_code_1():
     assert not list(Path.cwd().rglob("*.ckpt*"))
 
 
-def test_two_processes_run_write_and_fail_as_one():
-    good = run("fit", "config.yaml", "trainer.devices=2")
-    assert good.returncode == 0, good.stderr
-    assert len(list(Path.cwd().rglob("version_*/config.yaml"))) == 1
+def test_two_processes_fail_as_one():
     wrong = run("fit", "config.yaml", "trainer.devices=2", "module.fail=config")
     assert wrong.returncode == 2
     assert wrong.stderr.count("this cannot work; change that") == 1
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_traceback_of_a_bug_once():
+    """Of a rank that raises in a script: tests/distributed/test_trainer_launch.py."""
     bug = run("fit", "config.yaml", "trainer.devices=2", "module.fail=bug")
     assert bug.returncode == 1
     assert bug.stderr.count("RuntimeError: a bug in the step") == 1
 
 
 def test_the_console_script_is_the_same_command():
+    """In two processes: tests/examples/test_readme.py."""
     script = Path(sys.executable).with_name("fabricamp")
     if not script.exists():
         pytest.skip("fabricamp is not installed here, only importable")
-    done = subprocess.run(
-        [script, "fit", "config.yaml", "trainer.devices=2"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run("fit", "config.yaml", command=[script])
     assert done.returncode == 0, done.stderr
 
 

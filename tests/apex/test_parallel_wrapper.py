@@ -440,8 +440,8 @@ def check_arguments():
         DistributedDataParallel(Net(width=6 + (dist.get_rank() == 1)))
 
 
-def script_checks():
-    for options in MODES.values():
+def script_checks(modes):
+    for options in map(MODES.get, modes):
         check_steps(options)
         check_accumulation(options)
         check_unused(options)
@@ -460,9 +460,12 @@ def script_checks():
     check_arguments()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_scripts(world_size):
-    run_ranks(script_checks, world_size, timeout=88.0)
+@pytest.mark.parametrize(
+    ("world_size", "modes"),
+    [(2, list(MODES)), (3, ["some", "delayed"]), pytest.param(3, list(MODES), marks=pytest.mark.slow)],
+)
+def test_scripts(world_size, modes):
+    run_ranks(script_checks, world_size, modes, timeout=88.0)
 
 
 def one_process():

@@ -98,6 +98,7 @@ def test_the_commands_work_in_the_order_in_which_they_stand(clone):
         assert command != "make demo" or recipes == []
         shown = re.search(r"│ open them with +│ (\S+)", done.stdout)
         assert command != "make demo" or shown[1] == ".venv/bin/tensorboard"
+        assert " fit " not in command or len(list(clone.rglob("version_*/config.yaml"))) == 1  # of two processes
 
 
 def test_the_example_needs_nothing_but_what_the_package_brings(clone):
