@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from fabricamp.callbacks.base import Callback
     from fabricamp.core import LightningDataModule, LightningModule
+    from fabricamp.cuda_graph import CudaGraph
     from fabricamp.data import DataModule
     from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
     from fabricamp.module import TrainingModule
@@ -69,6 +70,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "ConfigError",
+    "CudaGraph",
     "DataModule",
     "DelayedDDP",
     "DistributedError",
@@ -105,6 +107,7 @@ _HOMES = {
     "Callback": "fabricamp.callbacks.base",
     "CheckpointError": "fabricamp.errors",
     "ConfigError": "fabricamp.errors",
+    "CudaGraph": "fabricamp.cuda_graph",
     "DDP": "fabricamp.strategies",
     "DataModule": "fabricamp.data",
     "DelayedDDP": "fabricamp.strategies",

@@ -97,6 +97,7 @@ class RunState:
         "batch_idx",
         "batches",
         "batches_done",
+        "capturing",
         "closed_at",
         "dataloader_idx",
         "epoch",
@@ -135,6 +136,7 @@ class RunState:
         self.batches: enumerate[Any] | None = None
         self.open_batches = 0
         self.batch: Any = None
+        self.capturing = False  # the step that runs is captured as a CUDA graph
         self.dataloader_idx = 0
         self.num_dataloaders = 1
         self.should_stop = False

@@ -45,6 +45,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "profiler_enabled",
     "sleep_on_gpu",
+    "stream_in_use",
     "symmetric_memory",
     "tracing_state",
 ]
@@ -77,6 +78,19 @@ def _public_current_stream(device: int) -> int:
 
 current_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
 """The address of the current CUDA stream, asked for at every launch: 0.1 us this way, 9.5 us by the public one."""
+
+
+_STREAMS: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
+
+
+def stream_in_use(device: torch.device) -> torch.cuda.Stream:
+    """Returns the current CUDA stream of ``device``, which has an index: what ``torch.cuda.current_stream`` does, for less."""
+    index = device.index
+    address = current_stream(index)
+    stream = _STREAMS.get((index, address))
+    if stream is None:
+        stream = _STREAMS[index, address] = torch.cuda.current_stream(device)
+    return stream
 
 
 current_stream_is_capturing: Final[Callable[[], bool]] = getattr(

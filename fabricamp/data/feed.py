@@ -30,6 +30,7 @@ from fabricamp.data.position import (
 from fabricamp.data.transfer import record_stream
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.rng import capture_rng
+from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -268,16 +269,22 @@ class Feed:
         """Batches prepared one ahead on a side stream; the stream of the step waits for it, the host never."""
         side = torch.cuda.Stream(self._device)
         # What `prepare` reads (a module's buffers) was written on the stream of the step, before its first batch.
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        device = side.device
+        side.wait_stream(stream_in_use(device))
 
         def stage(batch: Any) -> tuple[Any, torch.cuda.Event]:
-            with torch.cuda.stream(side):
+            stream, copied = stream_in_use(device), torch.cuda.Event()
+            torch.cuda.set_stream(side)  # torch.cuda.stream looks for the current one in ten times as long
+            try:
                 ready = batch if self._prepare is None else self._prepare(batch)
-                return ready, side.record_event()
+                copied.record(side)
+            finally:
+                torch.cuda.set_stream(stream)
+            return ready, copied
 
         ahead = _look_ahead(map(stage, batches), self._marker())
         for number, ((ready, copied), last) in enumerate(ahead, self._behind + 1):
-            stream = torch.cuda.current_stream(self._device)
+            stream = stream_in_use(device)
             stream.wait_event(copied)
             record_stream(ready, stream)
             batch = ready if self._finish is None else self._finish(ready)

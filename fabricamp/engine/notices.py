@@ -34,19 +34,19 @@ class Notices:
     def begin(self) -> None:
         """What a fit runs on, where its files go, and what it goes on from."""
         self._first = self._trainer.state.batches_done
-        self._say(*self._beginning())
+        self.say(*self._beginning())
 
     def weights(self) -> None:
         """Which file an evaluation takes its weights from, where it was given one."""
         checkpoint = self._session.checkpoint
         if checkpoint is not None:
             step = checkpoint.get("global_step")
-            self._say(f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}"))
+            self.say(f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}"))
 
     def end(self) -> None:
         """Why a fit ended, and which checkpoint to take; that of a trial run is known."""
         if not self._trainer.fast_dev_run:
-            self._say("; ".join(part for part in (self._ending(), best_checkpoint(self._trainer)) if part))
+            self.say("; ".join(part for part in (self._ending(), best_checkpoint(self._trainer)) if part))
 
     def _beginning(self) -> Iterator[str]:
         trainer, settings = self._trainer, self._session.settings
@@ -83,7 +83,8 @@ class Notices:
             return f"Nothing left to train at step {state.global_step}: {self.reason()} already"
         return f"Ended at step {state.global_step}: {self.reason()}"
 
-    def _say(self, *lines: str) -> None:
+    def say(self, *lines: str) -> None:
+        """Prints lines, where this run speaks."""
         for line in lines if self._speaks else ():
             say(line)
 

@@ -13,7 +13,6 @@ from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, prin
 from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
-from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.notices import Notices
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
@@ -29,7 +28,7 @@ from fabricamp.engine.resume import Moments
 from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.source import DataSource, GivenData
-from fabricamp.engine.update import Update
+from fabricamp.engine.update_choice import open_update
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.hyperparameters import Kept, kept_by
@@ -40,7 +39,6 @@ from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision.base import NOT_CONVERTED
-from fabricamp.precision.plain_step import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.watchdog import Watchdog
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
 
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
+    from fabricamp.engine.graph.update import GraphUpdate
     from fabricamp.engine.runner import Runner
 
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
@@ -86,6 +85,7 @@ class Session:
         self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
         self._synchronised: list[nn.Module] = []
+        self.graph: GraphUpdate | None = None
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, trainer.strategy, trainer.precision_plugin, settings)
         self.notices = Notices(self)
@@ -245,23 +245,12 @@ class Session:
             moments=self.moments,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
         )
-        update = self._open_update(parts)
+        update = open_update(parts, self)
         self.moments.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
         return FitLoop(parts, update)
-
-    def _open_update(self, parts: FitParts) -> Update:
-        """Chooses how updates are made, and gives the module its part in it."""
-        if self.module.automatic_optimization:
-            closure = bool(self.optimizers) and demands_closure(self.optimizers[0])
-            return ClosureUpdate(parts) if closure else Update(parts)
-        update = ManualUpdate(parts)
-        self.attachment.manual_backward, self.attachment.manual_clip = update.backward, update.clip
-        for one in self.attachment.optimizers:
-            one.update = update.step
-        return update
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
@@ -365,6 +354,8 @@ class Session:
     def close(self, *, failed: bool) -> None:
         """Gives the parts back; after a failure only what cannot fail on its own."""
         self.watchdog.close()
+        if self.graph is not None:
+            self.graph.close()
         self.data.close()
         self.predicted = None  # may be as large as the memory
         if not failed:

@@ -60,6 +60,11 @@ class Metrics(Recording):
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
 
+    @property
+    def training_table(self) -> MetricTable:
+        """Where the values of training are."""
+        return self._table(MetricTable.TRAINING)
+
     def flush(self, step: int) -> None:
         """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
 

@@ -125,13 +125,31 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             self._known = Known(parameters, parts, copies, flags)
             self._copies, self._flags = copies, flags
             self._watch()
-        rules: list[Any] | None = None
         for part in parts:
             self._refresh(part, gradients, trust=explicit == self._explicit)
-            if part.table is not None:
-                rules = rules or [self._rule(group).scalars() for group in groups]
-                part.table.set_scalars(rules)
+        self._set_scalars(parts)
         self._explicit = explicit
+
+    def upload(self) -> bool:
+        """Brings what has changed (lr and its like) to the device before a replay; returns whether that is all that has.
+
+        What :meth:`gather` does besides is for gradients that may lie elsewhere; those of a graph do not.
+        """
+        self._before_rows()
+        parts, state = self._parts, self._watched
+        if parts is None or self._known is None or state is None:
+            return False
+        if self.state is not state or state.changes.count != self._changes:
+            return False
+        self._set_scalars(parts)
+        return True
+
+    def _set_scalars(self, parts: Sequence[Part]) -> None:
+        rules: list[Any] | None = None
+        for part in parts:
+            if part.table is not None:
+                rules = rules or [self._rule(group).scalars() for group in self.param_groups]
+                part.table.set_scalars(rules)
 
     def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
         gradients = part.take(every)

@@ -112,6 +112,17 @@ class LARC(NamesKeywords, Optimizer):
             with self._without_weight_decay():
                 self.optim.gather()
 
+    def upload(self) -> bool:
+        """Brings what has changed (lr and its like) to the device before a replay; returns whether that is all that has."""
+        if self._parts is None or not isinstance(self.optim, FusedOptimizer):
+            return False
+        rules = [self._rule(group).scalars() for group in self.param_groups]
+        for part in self._parts:
+            if part.table is not None:
+                part.table.set_scalars(rules)
+        with self._without_weight_decay():
+            return self.optim.upload()
+
     def _gather_own(self) -> list[Tensor | None]:
         """Finds gradients and parameters, and returns the gradients."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

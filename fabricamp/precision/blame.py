@@ -39,6 +39,11 @@ class Blame:
         self._slot = window % SLOTS
         self._last, self._looked[self._slot] = looked
 
+    @property
+    def looked(self) -> Looked | None:
+        """What was noted last."""
+        return None if self._last is None else Looked(self._last, self._looked[self._slot])
+
     def target(self, index: int, slot: int) -> Tensor | None:
         """Returns what entry ``index`` of the statistics noted for ``slot`` belongs to; None where that is not known."""
         looked = self._looked[slot]

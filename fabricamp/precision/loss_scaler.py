@@ -8,6 +8,7 @@ import torch
 
 from fabricamp import ops
 from fabricamp.ops.pinned import pinned_for_kernels
+from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +142,7 @@ class LossScaler:
         """Counts a window that was ended on the device, and returns what became of the one two windows ago; launches nothing."""
         self._closed = False
         if self._events:
-            self._events[self.windows % SLOTS].record()
+            self._events[self.windows % SLOTS].record(stream_in_use(self._ring.device))
         self.windows += 1
         window = self.windows - 1 - LAG
         if window < 0:
@@ -223,6 +224,12 @@ class LossScaler:
     def settle(self) -> None:
         """Lets a run that goes on from the state saved from now on start afresh, not sticky with this one's overflow."""
         self._settled = True
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a window writes on the device, by name."""
+        losses = {f"state of loss {number}": one.words for number, one in enumerate(self.losses)}
+        return {"state": self.state.words, **losses, "ring": self._ring}
 
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters, the verdicts on their way, and what the host knew; tensors are copies on the device."""

@@ -11,9 +11,10 @@ from fabricamp.precision.nonfinite import described
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from fabricamp.precision.gradients import Binding
 
@@ -83,6 +84,13 @@ class Verdicts:
         if len(losses) > 1 and self._strategy.distributed:
             _agree([one.finite for one in losses], self._strategy)
         self.scaler.launch_close(loss)
+
+    def repeated(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        """Returns what notes, behind each repetition of the last step of ``optimizer``, what its statistics are of."""
+        scaler = self.scaler
+        blame = next(binding.blame for binding in self._bindings if binding.optimizer is optimizer)
+        looked = blame.looked
+        return None if looked is None else lambda: blame.note(scaler.windows, looked)
 
     def note_closed(self) -> Verdict | None:
         """Counts the window and reads the verdict that is due; nothing is launched."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
 from fabricamp.precision.base import Clip
@@ -61,6 +62,7 @@ class Settings:
     inference_mode: bool
     default_root_dir: str
     start_method: str
+    cuda_graph: CudaGraph | None
 
 
 def check_settings(given: dict[str, Any]) -> Settings:
@@ -117,6 +119,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
             )
         },
         default_root_dir=_folder(given["default_root_dir"]),
+        cuda_graph=as_cuda_graph(given["cuda_graph"]),
         start_method=check_choice("start_method", given["start_method"], ("auto", "script", "spawn", "fork")),
     )
 

@@ -16,6 +16,7 @@ Arguments = ParamSpec("Arguments")
 _DEFAULTS: dict[str, Any] = {
     "accelerator": "auto",
     "accumulate_grad_batches": 1,
+    "cuda_graph": False,
     "detect_anomaly": False,
     "deterministic": False,
     "devices": "auto",

@@ -167,12 +167,21 @@ class TrainerProperties(TrainerLimits):
     @property
     def current_epoch(self) -> int:
         """The epoch, from 0."""
+        self._refuse_in_a_capture("current_epoch")
         return self.state.epoch
 
     @property
     def global_step(self) -> int:
         """The number of attempted update windows."""
+        self._refuse_in_a_capture("global_step")
         return self.state.global_step
+
+    def _refuse_in_a_capture(self, name: str) -> None:
+        if self.state.capturing:
+            raise ConfigError(
+                f"training_step reads {name}, which a step captured as a CUDA graph would not see change; count in a buffer on the "
+                "device, or leave it out"
+            )
 
     @property
     def skipped_steps(self) -> int:

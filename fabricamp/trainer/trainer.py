@@ -9,6 +9,7 @@ from fabricamp import launch
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fabricamp.callbacks.base import Callback
+    from fabricamp.cuda_graph import CudaGraph
     from fabricamp.data import DataModule
     from fabricamp.loggers.base import Logger
     from fabricamp.module import TrainingModule
@@ -89,6 +91,7 @@ class Trainer(TrainerProperties):
         per_sample_seed: seeds augmentation by (seed, epoch, index), so that no worker or rank changes it.
         sync_batchnorm: BatchNorm over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
+        cuda_graph: True replays the training step as one CUDA graph, "auto" where that can be; a :class:`CudaGraph` has options.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -139,6 +142,7 @@ class Trainer(TrainerProperties):
         per_sample_seed: bool | None = False,
         sync_batchnorm: bool | None = False,
         inference_mode: bool | None = True,
+        cuda_graph: bool | str | CudaGraph | None = False,
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:
@@ -149,6 +153,7 @@ class Trainer(TrainerProperties):
         environment, indices = self._choose_processes(
             given["accelerator"], given["devices"], given["strategy"], settings.num_nodes
         )
+        check_cuda_graph(settings, self.device_type, self.strategy)
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)

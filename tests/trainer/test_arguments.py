@@ -44,6 +44,7 @@ WRONG = {
     "enable_progress_bar": ["on"],
     "enable_model_summary": ["no"],
     "start_method": ["popen"],
+    "cuda_graph": ["always", 2, True],  # True: on a CPU
     "deterministic": ["yes", 1],
     "benchmark": ["yes"],
     "detect_anomaly": ["yes"],

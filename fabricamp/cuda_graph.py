@@ -1,0 +1,82 @@
+"""The options of ``Trainer(cuda_graph=...)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+
+_FEWEST_WARMUPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGraph:
+    """How a training step is captured as a CUDA graph.
+
+    Args:
+        warmup: batches of a shape that run eagerly before that shape is captured; they are steps like all others.
+        shapes: how many shapes of batches are captured at most; others run eagerly.
+        check_every: compares a replay with an eager step, bit by bit, every so many replays; 0: the first one of a shape only.
+        required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.
+
+    Raises:
+        ConfigError: for numbers that cannot be.
+
+    Example:
+        >>> CudaGraph(warmup=5).shapes
+        4
+    """
+
+    warmup: int = 11
+    shapes: int = 4
+    check_every: int = 0
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name, least in (("warmup", _FEWEST_WARMUPS), ("shapes", 1), ("check_every", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"CudaGraph({name}={value!r}) is not allowed; give a whole number from {least}")
+        if not isinstance(self.required, bool):
+            raise ConfigError(f"CudaGraph(required={self.required!r}) is not allowed (allowed: True, False)")
+
+
+def as_cuda_graph(value: Any) -> CudaGraph | None:
+    """Returns the options that the Trainer's ``cuda_graph`` stands for; None where nothing is captured."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return CudaGraph()
+    if value == "auto":
+        return CudaGraph(required=False)
+    if isinstance(value, CudaGraph):
+        return value
+    raise ConfigError(f"cuda_graph={value!r} is not allowed (allowed: True, False, 'auto', CudaGraph(...))")
+
+
+def check_cuda_graph(settings: Settings, device_type: str, strategy: Strategy) -> None:
+    """Raises :class:`ConfigError` where the Trainer's other arguments leave no step to capture, and one is required."""
+    if settings.cuda_graph is not None and settings.cuda_graph.required:
+        accumulate, detect_anomaly = settings.accumulate_grad_batches, settings.detect_anomaly
+        reason = reason_against(device_type, strategy, accumulate, detect_anomaly=detect_anomaly)
+        if reason:
+            raise ConfigError(f"cuda_graph: {reason}; or give cuda_graph='auto', which runs eagerly there")
+
+
+def reason_against(device_type: str, strategy: Strategy, accumulate: int, *, detect_anomaly: bool) -> str:
+    """Returns why no step of a Trainer with these arguments can be captured, and what to give; else an empty string."""
+    if device_type != "cuda":
+        return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
+    if strategy.name != "single":
+        return f"strategy {strategy.name!r} is not captured; give strategy='single' and devices=1"
+    if accumulate > 1:
+        return f"accumulate_grad_batches={accumulate} is not captured; give 1"
+    if detect_anomaly:
+        return "detect_anomaly=True reads each operation's result on the host; leave one of them out"
+    return ""

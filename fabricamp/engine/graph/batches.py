@@ -1,0 +1,62 @@
+"""Batches as a graph sees them: what two have to share to be replayed alike, and tensors that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from fabricamp.containers import tensors_within
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+
+
+class NotCapturableError(ConfigError):
+    """Why a step cannot be captured, and what to change."""
+
+
+def signature(batch: Any) -> Hashable:
+    """Returns what tells batches of one graph from others: structure, shapes, dtypes and everything but tensors."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, list | tuple):
+        return type(batch), tuple([signature(one) for one in batch])
+    if isinstance(batch, Mapping):
+        return type(batch), tuple([(key, signature(value)) for key, value in batch.items()])
+    if isinstance(batch, _PLAIN):
+        return type(batch), batch
+    raise NotCapturableError(
+        f"the batch holds a {type(batch).__name__}, whose tensors cannot be found; give tensors in tuples, lists and dicts"
+    )
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Returns the tensors of a batch, in the order of its :func:`signature`."""
+    return list(tensors_within(batch))
+
+
+def copied(outputs: Any) -> Any:
+    """Returns ``outputs`` with copies of its tensors: a replay writes into those of the capture."""
+    return apply_to_collection(outputs, Tensor, Tensor.clone)
+
+
+class BatchIndex:
+    """Stands for ``batch_idx`` in a captured step: it may be passed on, and raises where it is used."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise NotCapturableError(
+            "training_step uses batch_idx, which a captured step would not see change; count on the device, or leave it out"
+        )
+
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __and__ = __rand__ = (
+        _refuse
+    )

@@ -1,0 +1,116 @@
+"""One captured step: a CUDA graph, the memory that it reads and writes, and what the host does beside a replay."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_of
+from fabricamp.engine.graph.effects import Constants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from fabricamp.engine.graph.logs import LogTape
+
+_grad: Final = operator.attrgetter("grad")
+_OWN_FOLDER = str(Path(__file__).parents[2])
+_TORCHS_FOLDER = str(Path(torch.__file__).parent)
+
+
+class CapturedStep:
+    """A step of batches of one shape.
+
+    ``inputs`` are read by the graph, ``outputs`` and the gradients written; all live as long as this does.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any, tape: LogTape) -> None:
+        self.outputs: Any = None
+        self.note: Callable[[], None] | None = None
+        """What the host notes of the gradients behind a replay."""
+        self.upload: Callable[[], bool] = lambda: True
+        """Brings the optimizer's numbers to the device; returns whether its tensors are those of the capture."""
+        self.replays = 0
+        self._inputs = tensors_of(inputs)
+        self._tape = tape
+        self._graph = torch.cuda.CUDAGraph()
+        self._parameters = list(module.parameters())
+        self._gradients: list[Tensor | None] = []
+        self.constants = Constants(module, getattr(module, "hparams", {}))
+
+    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> None:
+        """Captures ``run``, which launches a step on ``stream``; nothing of it has run on the device then."""
+        captured = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        with _generator_kept(stream.device), captured:
+            self.outputs = run()
+        self._tape.take()
+        # Held, the graph's memory for them is nobody else's.
+        self._gradients = [one.grad for one in self._parameters]
+
+    def fits(self) -> bool:
+        """Whether everything that the graph reads and writes is still where it was, and every number what it was."""
+        return self.constants.hold() and self._tape.holds() and self.upload()
+
+    def show_gradients(self) -> None:
+        """Puts the graph's gradients into ``.grad``, where an eager step or a validation has put others since."""
+        if not all(map(operator.is_, map(_grad, self._parameters), self._gradients)):
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+
+    def launch(self, batch: Any) -> None:
+        """Runs the step on the device."""
+        torch._foreach_copy_(self._inputs, tensors_of(batch), non_blocking=True)
+        self._graph.replay()
+        self.replays += 1
+
+    def follow(self, *, first: bool) -> Any:
+        """Does what the host does behind a replay, which the capture has done for the first; returns copies of the outputs."""
+        if not first:
+            self._tape.play()
+            if self.note is not None:
+                self.note()
+        return None if self.outputs is None else copied(self.outputs)
+
+
+@contextlib.contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    """A capture that fails leaves torch's generator as one that is being captured: then another takes its place."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(spare)
+        raise
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the line of the user's code at which the first of a chain of exceptions was raised; empty where there is none."""
+    seen: set[int] = set()
+    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
+        seen.add(id(earlier))
+        error = earlier
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OWN_FOLDER, _TORCHS_FOLDER, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns why a capture failed, in a line, with the user's line."""
+    if isinstance(error, NotCapturableError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the graph's memory does not fit beside what is allocated; give a smaller batch"
+    place = place_of(error)
+    first = str(error).partition("\n")[0]
+    where = f" at {place}" if place else ""
+    return f"the step does what a capture cannot hold{where} ({type(error).__name__}: {first})"

@@ -1,0 +1,133 @@
+"""What Python does in a step and a replay would not: seen while the step still runs eagerly, or before a replay."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import random
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS: Final = (list, tuple, set, frozenset, dict)
+_DEPTH: Final = 3
+
+
+class Effect(NamedTuple):
+    """An attribute that a step has changed."""
+
+    owner: object
+    name: str
+
+    def __str__(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}"
+
+
+class Attributes:
+    """The attributes of ``owners`` as they are: numbers by value, containers by what they hold, all else by identity."""
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._before = [
+            (owner, {name: _copied(value, _DEPTH) for name, value in vars(owner).items()})
+            for owner in owners
+            if hasattr(owner, "__dict__")
+        ]
+
+    def changed(self) -> Effect | None:
+        """Returns the first attribute that is not what it was."""
+        for owner, before in self._before:
+            now = vars(owner)
+            for name in [*before, *(name for name in now if name not in before)]:
+                if name not in before or name not in now or not _same(before[name], now[name], _DEPTH):
+                    return Effect(owner, name)
+        return None
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if not depth or not isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, dict):
+        return {key: _copied(item, depth - 1) for key, item in value.items()}
+    return [_copied(item, depth - 1) for item in value]
+
+
+def _same(before: Any, now: Any, depth: int) -> bool:
+    if before is now and not isinstance(now, _CONTAINERS):
+        return True
+    if not depth or not isinstance(now, _CONTAINERS):
+        plain = type(before) is type(now) and isinstance(now, _PLAIN)
+        return before is now or (plain and (before == now or (before != before and now != now)))  # noqa: PLR0124 - nan
+    if not isinstance(before, dict if isinstance(now, dict) else list) or len(before) != len(now):
+        return False
+    if isinstance(now, dict):
+        return all(key in before and _same(before[key], item, depth - 1) for key, item in now.items())
+    return all(_same(old, new, depth - 1) for old, new in zip(before, now, strict=True))
+
+
+def host_generators() -> dict[str, Any]:
+    """Returns the states of the generators on the host, by how a step would draw from them."""
+    legacy = np.random.get_state(legacy=False)
+    return {
+        "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
+        "random": random.getstate(),
+        "numpy.random": pickle.dumps(legacy),
+    }
+
+
+class Constants:
+    """What a captured step took from the host: plain attributes of the modules, and which tensors their weights are.
+
+    :meth:`hold` is asked before each replay, so it runs in C as far as that goes.
+    """
+
+    def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
+        modules = list(module.modules())
+        self._plain = [
+            (table, itemgetter(*names), names)
+            for table in (*map(vars, modules), hparams)
+            if (names := [name for name, value in table.items() if isinstance(value, _PLAIN)])
+        ]
+        self._values = [get(table) for table, get, _ in self._plain]
+        self._children = [
+            (table, tuple(table.values()))
+            for one in modules
+            for table in (one._modules, one._parameters, one._buffers)
+            if table
+        ]
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._trained = list(map(_requires_grad, self._tensors))
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        for table, children in self._children:
+            if len(table) != len(children) or not all(map(operator.is_, table.values(), children)):
+                return False
+        try:
+            plain = all(get(table) == values for (table, get, _), values in zip(self._plain, self._values, strict=True))
+        except KeyError:
+            return False
+        return (
+            plain
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and list(map(_requires_grad, self._tensors)) == self._trained
+        )
+
+    def changed(self) -> str:
+        """Names a plain attribute that is not what it was; an empty string where it is something else."""
+        for (table, _, names), values in zip(self._plain, self._values, strict=True):
+            before = values if len(names) > 1 else (values,)
+            for name, value in zip(names, before, strict=True):
+                if name not in table or not _same(value, table[name], 0):
+                    return name
+        return ""
+
+
+_requires_grad: Final = operator.attrgetter("requires_grad")

@@ -1,0 +1,46 @@
+"""Chooses how the updates of a fit are made: automatic or by hand, by closures, eagerly or as a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.engine.graph.refusals import graph_refusal, refused
+from fabricamp.engine.graph.update import GraphUpdate
+from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
+from fabricamp.engine.update import Update
+from fabricamp.precision.plain_step import demands_closure
+
+if TYPE_CHECKING:
+    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.session import Session
+
+
+def open_update(parts: FitParts, session: Session) -> Update:
+    """Returns what makes the updates of ``session``, and gives the module its part in it.
+
+    Raises :class:`ConfigError` where a CUDA graph is required and cannot be.
+    """
+    captures = _captures(parts, session)
+    if not session.module.automatic_optimization:
+        update = ManualUpdate(parts)
+        session.attachment.manual_backward, session.attachment.manual_clip = update.backward, update.clip
+        for one in session.attachment.optimizers:
+            one.update = update.step
+        return update
+    if captures:
+        session.graph = GraphUpdate(parts, session)
+        return session.graph
+    closure = bool(parts.optimizers) and demands_closure(parts.optimizers[0])
+    return ClosureUpdate(parts) if closure else Update(parts)
+
+
+def _captures(parts: FitParts, session: Session) -> bool:
+    options = session.settings.cuda_graph
+    if options is None:
+        return False
+    reason = graph_refusal(parts)
+    if reason and options.required:
+        raise refused(reason)
+    if reason:
+        session.notices.say(f"cuda_graph='auto' runs eagerly: {reason}")
+    return not reason

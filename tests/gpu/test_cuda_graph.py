@@ -1,0 +1,387 @@
+"""The step as one CUDA graph: the bits of eager steps, what Python does in a step, and what a run goes through."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricamp import Callback, ConfigError, CudaGraph, NonFiniteError, OptLevel, Trainer, TrainingModule
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+OPTIMIZERS = {
+    "fused": lambda parameters: FusedAdam(parameters, lr=1e-3, eps=1e-4, weight_decay=0.01),
+    "sgd": lambda parameters: FusedSGD(parameters, lr=0.01, momentum=0.9),
+    "lamb": lambda parameters: FusedLAMB(parameters, lr=1e-3),
+    "larc": lambda parameters: LARC(FusedSGD(parameters, lr=0.01, momentum=0.9)),
+    "torch": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-3, device="cuda"), eps=1e-4, fused=True, capturable=True
+    ),
+}
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+class Net(TrainingModule):
+    """Convolution, BatchNorm, dropout and a noise that the step draws itself; the rate follows a schedule."""
+
+    def __init__(self, optimizer="fused", schedule=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer, self.schedule = optimizer, schedule
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, 3),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(8 * 36, 10),
+        )
+        self.factor = 1.0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x + 0.01 * torch.randn_like(x)), y) * self.factor
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        if not self.schedule:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.05 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def images(count, *, spikes=False, last=0):
+    """Batches of 8, the last of an epoch shorter; ``spikes``: some overflow fp16."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8 * count + last, 1, 8, 8, generator=generator)
+    if spikes:
+        x[8 * (count // 2)] = 3e5
+    return DataLoader(TensorDataset(x, torch.randint(0, 10, (len(x),), generator=generator)), batch_size=8)
+
+
+class Seen(Callback):
+    """What hooks get: outputs, gradients, logged values."""
+
+    def __init__(self):
+        self.losses, self.gradients, self.epochs = [], [], []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(torch.zeros(()) if outputs is None else outputs["loss"])
+        held = next(iter(module.parameters())).grad
+        self.gradients.append(None if held is None else held.clone())
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append(dict(trainer.callback_metrics))
+
+
+def trainer_of(graph, precision="O0", **options):
+    given = {
+        "accelerator": "gpu",
+        "devices": 1,
+        "precision": precision,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 7,
+        "cuda_graph": graph,
+    }
+    return Trainer(**{**given, **options})
+
+
+def fit(graph, precision="O0", module=None, loader=None, validation=None, seed=3, **options):
+    seen = Seen()
+    callbacks = [seen, *options.pop("callbacks", ())]
+    trainer = trainer_of(graph, precision, callbacks=callbacks, **options)
+    module = module or Net()
+    torch.manual_seed(seed)
+    trainer.fit(module, loader or images(30, last=3), validation or images(2))
+    return trainer, module, seen
+
+
+def captured(trainer):
+    return trainer._runner.session.graph
+
+
+def equal(one, other):
+    """The same bits; any nan is as good as another."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def same(one, other):
+    """Two fits left the same bits: weights, buffers, optimizer, scale, generators, outputs, gradients, logged values."""
+    (first, own, seen), (second, others, watched) = one, other
+    for (name, left), right in zip(own.state_dict().items(), others.state_dict().values(), strict=True):
+        assert equal(left, right), name
+    assert len(seen.losses) == len(watched.losses)
+    for number, (left, right) in enumerate(zip(seen.losses, watched.losses, strict=True)):
+        assert equal(left, right), number
+    for left, right in zip(seen.gradients, watched.gradients, strict=True):
+        assert (left is None) == (right is None)
+        assert left is None or equal(left, right)
+    for left, right in zip(seen.epochs, watched.epochs, strict=True):
+        assert left.keys() == right.keys()
+        for key in left:
+            torch.testing.assert_close(left[key], right[key], rtol=0, atol=0, equal_nan=True)
+    states = [[*one.optimizers[0].state.values()] for one in (first, second)]
+    for left, right in zip(*states, strict=True):
+        for key, value in left.items():
+            assert not isinstance(value, torch.Tensor) or equal(value, right[key]), key
+    assert first.optimizers[0].param_groups[0]["lr"] == second.optimizers[0].param_groups[0]["lr"]
+    assert first.skipped_steps == second.skipped_steps
+    assert first.global_step == second.global_step
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "torch"])
+@pytest.mark.parametrize("precision", LEVELS)
+def test_300_steps_have_the_bits_of_eager_ones(precision, optimizer):
+    level = OptLevel(precision, scale_window=40) if precision in ("O1", "O2") else precision
+    runs = []
+    for graph in (False, True):
+        module = Net(optimizer)
+        loader = images(30, spikes=True, last=3)
+        options = {"gradient_clip_val": 0.5, "max_epochs": 10, "val_check_interval": 13}
+        runs.append(fit(graph, level, module, loader, **options))
+        state = torch.cuda.get_rng_state()
+        runs[-1][2].losses.append(state[:8].view(torch.int32).float())
+    assert runs[1][0].global_step == 310
+    same(*runs)
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "larc"])
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_other_optimizers_and_clips(precision, optimizer, clip):
+    same(*(fit(graph, precision, Net(optimizer), max_epochs=2, **clip) for graph in (False, True)))
+
+
+def test_it_replays_and_gives_the_stream_and_memory_back():
+    outer = torch.cuda.current_stream()
+    steps = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            (step,) = captured(trainer)._steps.values() or (None,) if trainer.global_step > 10 else (None,)
+            steps.append(step and step.replays)
+
+    trainer, *_ = fit(True, max_epochs=1, callbacks=[Look()])
+    assert steps[10] == 1  # the eleventh batch is the first replay
+    assert steps[-2] == 20
+    assert torch.cuda.current_stream() == outer
+    assert not captured(trainer)._steps
+
+
+def test_an_attribute_that_hooks_rebind_is_captured_anew():
+    class Warm(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            module.factor = 1.0 + batch_idx // 15
+
+    same(*(fit(graph, max_epochs=2, callbacks=[Warm()]) for graph in (False, True)))
+
+
+def test_an_attribute_that_changes_in_each_step_is_refused():
+    class Count(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            module.factor = 1.0 + batch_idx
+
+    with pytest.raises(ConfigError, match="the attribute 'factor' is another one in each step"):
+        fit(True, max_epochs=1, callbacks=[Count()])
+    same(*(fit(graph, max_epochs=1, callbacks=[Count()]) for graph in (False, "auto")))
+
+
+def test_freezing_in_an_epoch_is_captured_anew():
+    class Freeze(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            module.net[0].requires_grad_(trainer.current_epoch != 1)
+
+    same(*(fit(graph, max_epochs=3, callbacks=[Freeze()]) for graph in (False, True)))
+
+
+class Effect(Net):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.counter, self.outputs, self.nested = kind, 0, [], {"a": {"b": []}}
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.kind == "append":
+            self.outputs.append(loss.detach())
+        elif self.kind == "counter":
+            self.counter += 1
+        elif self.kind == "nested":
+            self.nested["a"]["b"].append(1)
+        elif self.kind == "number":
+            self.log("number", 1.0)
+        elif self.kind == "index":
+            loss = loss * (1 + batch_idx % 2)
+        elif self.kind == "step":
+            loss = loss * (1 + self.global_step)
+        elif self.kind == "random":
+            loss = loss * random.random()
+        elif self.kind == "item":
+            loss = loss * (1 + loss.item())
+        elif self.kind == "none":
+            return None
+        return loss
+
+
+WORDS = {
+    "append": "changes Effect.outputs",
+    "counter": "changes Effect.counter",
+    "nested": "changes Effect.nested",
+    "number": r"self.log\('number', ...\) with a float",
+    "index": "uses batch_idx",
+    "step": "reads global_step",
+    "random": "draws from random",
+    "item": r"waits for the device: .*test_cuda_graph.py:\d+",
+    "none": "returned no loss",
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_what_a_replay_would_not_do_is_refused_or_runs_eagerly(kind):
+    random.seed(0)
+    with pytest.raises(ConfigError, match=WORDS[kind]):
+        fit(True, module=Effect(kind), max_epochs=1)
+    runs = []
+    for graph in (False, "auto"):
+        random.seed(0)
+        runs.append(fit(graph, module=Effect(kind), max_epochs=2))
+    same(*runs)
+    assert captured(runs[1][0]).why_eager
+    assert runs[0][1].counter == runs[1][1].counter
+    assert len(runs[0][1].outputs) == len(runs[1][1].outputs)
+
+
+def test_after_a_failed_step_all_is_given_back():
+    outer = torch.cuda.current_stream()
+    with pytest.raises(ConfigError):
+        fit(True, module=Effect("index"), max_epochs=1)
+    assert torch.cuda.current_stream() == outer
+    torch.rand(3, device="cuda")  # the generator is no captured one
+    fit(True, max_epochs=1)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_overflow_names_the_parameter(policy):
+    def run(graph):
+        loader = images(30, spikes=True)
+        return fit(graph, "O2" if policy == "skip" else "O0", Net(), loader, nan_policy=policy, max_epochs=1)
+
+    if policy == "skip":
+        same(run(False), run(True))
+        return
+    words = []
+    for graph in (False, True):
+        loader = images(30)
+        loader.dataset.tensors[0][8 * 20] = float("nan")
+        with pytest.raises(NonFiniteError) as caught:
+            fit(graph, "O0", Net(), loader, nan_policy="raise", max_epochs=1)
+        words.append(str(caught.value))
+    assert "net." in words[1]
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize("graphs", [(False, True), (True, False), (True, True)])
+def test_exact_resume_across_eager_and_graph(graphs, tmp_path):
+    whole = fit(graphs[0], "O2", max_steps=60)
+    keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=25, save_top_k=-1)
+    fit(graphs[0], "O2", max_steps=25, callbacks=[keeper], enable_checkpointing=True)
+    (file,) = tmp_path.glob("*step=25*")
+    seen = Seen()
+    trainer = trainer_of(graphs[1], "O2", callbacks=[seen], max_steps=60)
+    module = Net()
+    trainer.fit(module, images(30, last=3), images(2), ckpt_path=file)
+    for (name, left), right in zip(whole[1].state_dict().items(), module.state_dict().values(), strict=True):
+        assert equal(left, right), name
+
+
+def test_more_shapes_than_allowed_run_eagerly():
+    class Sizes(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            generator = torch.Generator().manual_seed(index)
+            size = 4 + index % 3
+            return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+    def run(graph):
+        return fit(graph, module=Net(), loader=DataLoader(Sizes(), batch_size=None), max_epochs=2)
+
+    eager = run(False)
+    for options in (CudaGraph(warmup=4, shapes=2), CudaGraph(warmup=4, check_every=3)):
+        same(eager, run(options))
+
+
+def test_a_second_fit_and_batches_of_dicts():
+    class Dicts(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["x"], batch["more"][0]), batch_idx)
+
+    def collate(samples):
+        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+        return {"x": x, "more": [y], "name": "digits"}
+
+    def run(graph):
+        seen = Seen()
+        trainer = trainer_of(graph, "O1", callbacks=[seen], max_epochs=1)
+        module = Dicts()
+        torch.manual_seed(3)
+        loader = DataLoader(images(20).dataset, batch_size=8, collate_fn=collate)
+        trainer.fit(module, loader)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader)
+        return trainer, module, seen
+
+    same(run(False), run(True))
+
+
+class Middle(Callback):
+    def on_after_backward(self, trainer, module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"callbacks": [Middle()]}, "on_after_backward runs in the middle of a step"),
+        ({"module": Net("plain")}, "AdamW counts its steps on the host"),
+        ({"module": Net("number")}, "has a number as its lr"),
+    ],
+)
+def test_refused_before_the_first_batch(options, words, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "plain", torch.optim.AdamW)
+    monkeypatch.setitem(OPTIMIZERS, "number", lambda parameters: torch.optim.AdamW(parameters, capturable=True))
+    with pytest.raises(ConfigError, match=words):
+        fit(True, max_epochs=1, **options)
+
+
+def test_no_hidden_wait_in_replays():
+    class ErrorOnWait(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 14:
+                torch.cuda.set_sync_debug_mode("error")
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 28:
+                torch.cuda.set_sync_debug_mode("default")
+
+        def on_exception(self, trainer, module, exception):
+            torch.cuda.set_sync_debug_mode("default")
+
+    loader = DataLoader(images(30).dataset, batch_size=8, pin_memory=True)
+    for precision in ("O0", "O2"):
+        fit(True, precision, loader=loader, max_epochs=1, callbacks=[ErrorOnWait()])

@@ -1,0 +1,323 @@
+"""What a CUDA graph of the step is decided by, as far as no GPU is needed: options, batches, effects of Python, logged values."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
+from fabricamp.cuda_graph import as_cuda_graph
+from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
+from fabricamp.engine.graph.logs import LogTape, LogWatch
+from fabricamp.engine.graph.refusals import graph_refusal
+from fabricamp.metrics import Metrics
+from fabricamp.optimizers import LARC, FusedAdam, FusedSGD
+from fabricamp.state import RunState, Scope
+from fabricamp.strategies.base import Strategy
+from tests.small import Classifier, loader, quiet_trainer
+
+# -- options ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_options():
+    assert as_cuda_graph(None) is None
+    assert as_cuda_graph(False) is None
+    assert as_cuda_graph(True) == CudaGraph()
+    assert as_cuda_graph("auto") == CudaGraph(required=False)
+    assert as_cuda_graph(CudaGraph(warmup=5)).warmup == 5
+    for wrong in (1, "always", [True]):
+        with pytest.raises(ConfigError, match="allowed: True, False, 'auto'"):
+            as_cuda_graph(wrong)
+    for wrong in ({"warmup": 2}, {"shapes": 0}, {"check_every": -1}, {"warmup": True}, {"required": None}):
+        with pytest.raises(ConfigError, match=f"CudaGraph\\({next(iter(wrong))}="):
+            CudaGraph(**wrong)
+
+
+def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
+    with pytest.raises(ConfigError, match="needs a CUDA GPU, and this run is on 'cpu'"):
+        quiet_trainer(cuda_graph=True)
+    weights = []
+    for graph in (False, "auto"):
+        module = Classifier()
+        quiet_trainer(cuda_graph=graph, max_epochs=1, enable_model_summary=True).fit(module, loader())
+        weights.append([one.clone() for one in module.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert capsys.readouterr().out.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
+
+
+class Parts:
+    """Parts of a fit on a GPU, as far as a refusal looks at them."""
+
+    def __init__(self, optimizer, *, callbacks=(), accumulate=1, strategy="single", schedulers=(), manual=False):
+        self.module = Classifier()
+        self.module.automatic_optimization = not manual
+        self.strategy = SimpleNamespace(name=strategy, device=torch.device("cuda"))
+        self.precision = OptLevel("O0")
+        self.optimizers = [optimizer(self.module.parameters())]
+        self.schedulers = list(schedulers)
+        settings = SimpleNamespace(accumulate_grad_batches=accumulate, detect_anomaly=False)
+        self.limits = SimpleNamespace(settings=settings)
+        self._callbacks = callbacks
+
+    def hooks(self, name):
+        return [getattr(one, name) for one in self._callbacks if name in type(one).__dict__]
+
+
+class Middle(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        """Looks."""
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, capturable=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "words"),
+    [
+        (FusedAdam, {}, ""),
+        (lambda parameters: LARC(FusedSGD(parameters, lr=0.1)), {}, ""),
+        (adam, {}, ""),
+        (
+            lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), capturable=True),
+            {"schedulers": [1]},
+            "",
+        ),
+        (adam, {"schedulers": [1]}, "AdamW has a number as its lr"),
+        (torch.optim.AdamW, {}, "AdamW counts its steps on the host"),
+        (lambda parameters: LARC(torch.optim.SGD(parameters, lr=0.1)), {}, "LARC counts its steps on the host"),
+        (torch.optim.LBFGS, {}, "LBFGS runs the forward itself"),
+        (FusedAdam, {"callbacks": [Middle()]}, "on_before_optimizer_step runs in the middle"),
+        (FusedAdam, {"accumulate": 2}, "accumulate_grad_batches=2 is not captured"),
+        (FusedAdam, {"strategy": "ddp"}, "strategy 'ddp' is not captured"),
+        (FusedAdam, {"manual": True}, "manual optimization is not captured"),
+    ],
+)
+def test_what_is_refused_before_the_first_batch(optimizer, options, words):
+    reason = graph_refusal(Parts(optimizer, **options))
+    assert reason.startswith(words) if words else not reason
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------------------
+
+LEAVES = st.one_of(
+    st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=3)),
+    st.integers(),
+    st.text(max_size=3),
+    st.none(),
+)
+BATCHES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(BATCHES)
+def test_copies_have_the_signature_and_the_tensors(batch):
+    twin = copied(batch)
+    assert signature(twin) == signature(batch)
+    assert hash(signature(twin)) == hash(signature(batch))
+    for own, other in zip(tensors_of(batch), tensors_of(twin), strict=True):
+        assert own is not other
+        assert torch.equal(own, other)
+
+
+def test_other_batches_have_other_signatures():
+    batches = [
+        (torch.zeros(2), torch.zeros(2)),
+        [torch.zeros(2), torch.zeros(2)],
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        {"a": torch.zeros(2), "b": torch.zeros(2)},
+        (torch.zeros(2), torch.zeros(2), 1),
+        (torch.zeros(2), torch.zeros(2), True),
+    ]
+    assert len({signature(batch) for batch in batches}) == len(batches)
+    with pytest.raises(NotCapturableError, match="holds a SimpleNamespace"):
+        signature((torch.zeros(2), SimpleNamespace(x=torch.zeros(2))))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda index: index % 2,
+        lambda index: 2 * index,
+        lambda index: index == 0,
+        lambda index: index > 3,
+        lambda index: [1, 2][index],
+        range,
+        lambda index: f"{index}",
+        lambda index: {index: 1},
+        lambda index: 1 if index else 0,
+        lambda index: torch.tensor(int(index)),
+        lambda index: -index,
+    ],
+)
+def test_an_index_may_be_passed_on_and_not_used(use):
+    held = (BatchIndex(), {"index": BatchIndex()})
+    with pytest.raises(NotCapturableError, match="training_step uses batch_idx"):
+        use(held[0])
+
+
+def test_no_tensor_takes_it_as_an_index():
+    with pytest.raises((NotCapturableError, TypeError, IndexError)):
+        torch.zeros(3)[BatchIndex()]
+
+
+# -- what Python does -------------------------------------------------------------------------------------------------------------
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+        self.number, self.text, self.nan, self.nothing = 1, "a", float("nan"), None
+        self.items, self.table, self.names = [1, [2]], {"a": {"b": []}}, {1, 2}
+        self.tensor = torch.zeros(2)
+
+
+EFFECTS = {
+    "number": lambda one: setattr(one, "number", 2),
+    "text": lambda one: setattr(one, "text", "b"),
+    "nothing": lambda one: setattr(one, "nothing", 0),
+    "items": lambda one: one.items[1].append(3),
+    "table": lambda one: one.table["a"]["b"].append(torch.zeros(1)),
+    "names": lambda one: one.names.add(3),
+    "tensor": lambda one: setattr(one, "tensor", one.tensor + 1),
+    "new": lambda one: setattr(one, "new", 1),
+    "text gone": lambda one: delattr(one, "text"),
+    "_buffers": lambda one: setattr(one, "count", one.count + 1),
+    "_parameters": lambda one: setattr(one.layer, "bias", nn.Parameter(torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_effects_are_named(name):
+    owner = Owner()
+    before = Attributes(owner.modules())
+    assert before.changed() is None
+    owner.count.add_(1)
+    owner.layer.weight.data.add_(1)  # on the device: a replay does it too
+    assert before.changed() is None
+    EFFECTS[name](owner)
+    effect = before.changed()
+    assert effect.name == name.partition(" ")[0]
+    assert str(effect) == f"{type(effect.owner).__name__}.{effect.name}"
+
+
+CHANGES = {
+    "a number": (lambda one: setattr(one, "number", 2), "number"),
+    "one of a layer": (lambda one: setattr(one.layer, "in_features", 3), "in_features"),
+    "a mode": (lambda one: one.eval(), "training"),
+    "a hyper-parameter": (lambda one: one.hparams.update(lr=0.2), "lr"),
+    "one that is gone": (lambda one: delattr(one, "text"), "text"),
+    "frozen": (lambda one: one.layer.weight.requires_grad_(False), ""),
+    "other memory": (lambda one: setattr(one.layer.weight, "data", torch.zeros(2, 2)), ""),
+    "another parameter": (lambda one: setattr(one.layer, "bias", nn.Parameter(torch.zeros(2))), ""),
+    "another layer": (lambda one: setattr(one, "layer", nn.Linear(2, 2)), ""),
+    "one layer more": (lambda one: setattr(one, "more", nn.Linear(2, 2)), ""),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_graph_has_as_constants(name):
+    owner = Owner()
+    owner.hparams = {"lr": 0.1}
+    constants = Constants(owner, owner.hparams)
+    owner.count.add_(1)
+    assert constants.hold()
+    assert constants.changed() == ""
+    change, named = CHANGES[name]
+    change(owner)
+    assert not constants.hold()
+    assert constants.changed() == named
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
+def test_draws_on_the_host_are_seen(draw):
+    before = host_generators()
+    assert host_generators() == before
+    draw()
+    assert len([name for name, state in host_generators().items() if state != before[name]]) == 1
+
+
+# -- logged values ----------------------------------------------------------------------------------------------------------------
+
+
+def metrics():
+    state = RunState()
+    state.scope = Scope.TRAIN_STEP
+    state.batch = torch.zeros(4)
+    one = Metrics(state, Strategy())
+    one.reads_cpu_tensors = False  # as on a GPU
+    return one
+
+
+def call(name, **options):
+    from fabricamp.metrics.slots import Arguments
+
+    return tuple(Arguments(name, **options))
+
+
+def log(one, value):
+    one.keep(call("loss", on_step=True, on_epoch=True), torch.tensor(value))
+    one.keep(call("largest", on_step=False, on_epoch=True, reduce_fx="max"), torch.tensor(value))
+
+
+def weights(one):
+    return {key: (cell.weight, cell.number) for key, cell in one.training_table.cells.items()}
+
+
+def test_a_tape_gives_the_weights_of_an_eager_step():
+    eager, taped = metrics(), metrics()
+    for one in (eager, taped):
+        log(one, 1.0)
+        one.keep(call("before"), torch.tensor(1.0))
+    tape = LogTape(taped)
+    log(taped, 2.0)
+    tape.take()
+    log(eager, 2.0)
+    assert weights(eager) == weights(taped)
+    for _ in range(3):
+        tape.play()
+        log(eager, 2.0)
+    assert weights(eager) == weights(taped)
+    assert tape.holds()
+    taped.training_table.widen(1000)
+    assert not tape.holds()
+
+
+def test_a_tape_forgets_a_step_that_did_not_run():
+    one = metrics()
+    log(one, 1.0)
+    before = weights(one)
+    tape = LogTape(one)
+    log(one, 2.0)
+    one.keep(call("new", on_epoch=True), torch.tensor(1.0))
+    tape.undo()
+    after = weights(one)
+    assert {key: after[key] for key in before} == before
+    assert {weight for key, (weight, _) in after.items() if key not in before} == {0}
+
+
+@pytest.mark.parametrize("value", [1.0, 2, torch.tensor(1.0)])
+def test_numbers_in_a_watched_step_are_refused(value):
+    watch = LogWatch(metrics())
+    with pytest.raises(NotCapturableError, match=r"self.log\('loss', ...\) with a"):
+        watch.keep(call("loss"), value)
+    watch.muted = False
+    assert watch.due == metrics().due
