@@ -17,7 +17,7 @@ HEAD = """# Reference
 `python docs/render_reference.py` makes this page from the docstrings, which `help(fabricamp.Trainer)` and so on show too.
 [Trainer](#trainer), [TrainingModule](#trainingmodule), [hooks](#order-of-hooks), [DataModule](#datamodule), [Callback](#callback),
 [callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies),
-[Tuner](#tuner), [precision](#precision), [the rest](#the-rest).
+[Tuner](#tuner), [profilers](#profilers), [precision](#precision), [the rest](#the-rest).
 """
 ENTRIES = ("fit", "validate", "test", "predict")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks")
@@ -249,6 +249,15 @@ def searches() -> list[str]:
     return [*parts, described("LRFinder", LRFinder), faces(LRFinder, ["suggestion", "plot"])]
 
 
+def all_profilers() -> list[str]:
+    from fabricamp import profilers
+
+    kind = profilers.Profiler
+    parts = ["## Profilers"]
+    parts += [described(name, one) for name, one in classes(profilers, kind) if one is not kind]
+    return [*parts, described("A profiler of your own", kind), faces(kind, documented(kind, public(kind)))]
+
+
 def rest() -> list[str]:
     from fabricamp import OptLevel, clip_grad_norm_, runs, seed_everything
 
@@ -266,7 +275,7 @@ def rest() -> list[str]:
 
 def render() -> str:
     parts = [HEAD.strip(), *trainer(), *module(), *data(), *all_callbacks(), *all_loggers(), *all_strategies()]
-    parts += [*searches(), *rest()]
+    parts += [*searches(), *all_profilers(), *rest()]
     return "\n\n".join(parts) + "\n"
 
 

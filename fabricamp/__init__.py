@@ -40,6 +40,9 @@ if TYPE_CHECKING:
         precision as precision,
     )
     from fabricamp import (
+        profilers as profilers,
+    )
+    from fabricamp import (
         strategies as strategies,
     )
     from fabricamp import (
@@ -97,6 +100,7 @@ _PARTS = (
     "ops",
     "optimizers",
     "precision",
+    "profilers",
     "strategies",
     "trainer",
     "tuner",

@@ -68,6 +68,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.data import move_to_device
+from fabricamp.engine.profiling import profiled, profiler_of
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import lightnings_base
 
@@ -280,6 +281,7 @@ class Hooks:
         self._trainer = trainer
         self._module = module
         self._callbacks = callbacks
+        self._profiler = profiler_of(trainer)
         for name, successor in REMOVED.items():
             if hasattr(module, name):
                 raise ConfigError(
@@ -290,15 +292,23 @@ class Hooks:
     def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:
         """The callbacks' calls of ``name``; ``monitors`` limits them to those that read the epoch's metrics, or to the others."""
         return tuple(
-            partial(getattr(callback, name), self._trainer, self._module)
+            self._noted(f"[Callback]{type(callback).__name__}.{name}", self._bound(callback, name))
             for callback in self._callbacks
             if overrides(callback, name, Callback) and (monitors is None or decides_by_metrics(callback) is monitors)
         )
 
     def module(self, name: str) -> Calls:
         """The module's call of ``name``, if it overrides it."""
-        return (getattr(self._module, name),) if overrides(self._module, name, ModuleHooks) else ()
+        if not overrides(self._module, name, ModuleHooks):
+            return ()
+        return (self._noted(f"[LightningModule]{type(self._module).__name__}.{name}", getattr(self._module, name)),)
 
     def __call__(self, name: str) -> Calls:
         """Callbacks first, then the module."""
         return self.callbacks(name) + self.module(name)
+
+    def _bound(self, callback: Callback, name: str) -> Callable[..., Any]:
+        return partial(getattr(callback, name), self._trainer, self._module)
+
+    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call if self._profiler is None else profiled(self._profiler, name, call)

@@ -32,7 +32,6 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False) for what loggers shall not get",
         "model_registry": "leave it out, and upload ModelCheckpoint's best_model_path after fit",
         "plugins": "pass precision= and strategy= an object, such as OptLevel('O2', loss_scale=128.0) or DDP(bucket_cap_mb=50)",
-        "profiler": "leave it out, and run torch.profiler around fit or in a Callback",
         "reload_dataloaders_every_n_epochs": "leave it out, and give the dataset or sampler a set_epoch(epoch)",
         "suggest_integrations": "leave it out",
         # what Lightning 1 had

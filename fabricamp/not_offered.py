@@ -8,7 +8,6 @@ from typing import Final
 
 from fabricamp.errors import nearest
 
-_PROFILER: Final = "run torch.profiler around fit or in a Callback"
 _SHARDED: Final = "models larger than a GPU are not offered; precision='O2' or 'O5' keeps half weights and fp32 masters"
 _LOG_SERVER: Final = "write a Logger around its package (docs/architecture.md, A logger)"
 _OWN_LOOP: Final = (
@@ -43,7 +42,8 @@ NOT_OFFERED: Final = {
     "loops": _OWN_LOOP,
     "overrides": _OWN_LOOP,
     "plugins": "give Trainer(precision=...) and strategy= a name or an object, such as OptLevel('O2') or DDP(bucket_cap_mb=50)",
-    "profilers": _PROFILER,
+    "profilers.AdvancedProfiler": "run python -m cProfile, or give Trainer(profiler='pytorch')",
+    "profilers.XLAProfiler": _HARDWARE,
     "serve": "export the trained module with torch.export or torch.onnx",
     "strategies.DeepSpeedStrategy": _SHARDED,
     "strategies.FSDPStrategy": _SHARDED,
@@ -89,6 +89,8 @@ _PATHS: Final = {
     "callbacks.timer": "callbacks.Timer",
     "callbacks.weight_averaging": "callbacks.WeightAveraging",
     "loggers.comet": "loggers.CometLogger",
+    "profilers.advanced": "profilers.AdvancedProfiler",
+    "profilers.xla": "profilers.XLAProfiler",
     "loggers.neptune": "loggers.NeptuneLogger",
     "strategies.deepspeed": "strategies.DeepSpeedStrategy",
     "strategies.fsdp": "strategies.FSDPStrategy",
@@ -129,6 +131,7 @@ _HOMES: Final = {
         "TQDMProgressBar",
     ),
     "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
+    "profilers": ("PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"),
     "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
     "tuner": ("Tuner",),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fabricamp
-from fabricamp import ConfigError, not_offered
+from fabricamp import ConfigError, not_offered, profilers
 from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar, model_summary
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
@@ -48,6 +48,10 @@ HOLDS = {
     "loggers.mlflow.MLFlowLogger": MLFlowLogger,
     "loggers.tensorboard.TensorBoardLogger": TensorBoardLogger,
     "loggers.wandb.WandbLogger": WandbLogger,
+    "profilers.base.PassThroughProfiler": profilers.PassThroughProfiler,
+    "profilers.profiler.Profiler": profilers.Profiler,
+    "profilers.pytorch.PyTorchProfiler": profilers.PyTorchProfiler,
+    "profilers.simple.SimpleProfiler": profilers.SimpleProfiler,
     "strategies.strategy.Strategy": Strategy,
     "trainer.Trainer": fabricamp.Trainer,
     "trainer.trainer.Trainer": fabricamp.Trainer,
@@ -99,7 +103,8 @@ def test_parts_are_attributes_of_a_fresh_package():
     ("statement", "cure"),
     [
         ("import fabricamp.serve", "torch.export"),
-        ("from fabricamp import profilers", "torch.profiler"),
+        ("from fabricamp.profilers import AdvancedProfiler", "cProfile"),
+        ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
         ("from fabricamp.loggers import CometLogger", "write a Logger"),
         ("from fabricamp.loggers.comet import CometLogger", "write a Logger"),
         ("from fabricamp.callbacks import Timer", "max_time"),

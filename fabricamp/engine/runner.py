@@ -18,6 +18,7 @@ from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
 from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.oversights import check_steps
+from fabricamp.engine.profiling import reported
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.engine.verification import take_part, the_plan
@@ -27,6 +28,7 @@ from fabricamp.lightning.given import adopted, own_loader
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
+from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
 from fabricamp.watchdog import interrupts
@@ -110,7 +112,7 @@ class Runner:
     def apart(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
         """A context for runs of ``module`` with these callbacks alone; after it settings, counters and so on are what they were."""
         trainer, own = self.trainer, dict(vars(self))
-        names = ("state", "precision_plugin", "ckpt_path", "log_dir", "loggers")
+        names = ("state", "precision_plugin", "ckpt_path", "log_dir", "loggers", "profiler")
         before, listed = {name: getattr(trainer, name) for name in names}, list(trainer.callbacks)
         self.settings = dataclasses.replace(self.settings)
         self._given_callbacks, self._default_callbacks, self._own_callbacks, self._put = [], [], [], []
@@ -118,6 +120,7 @@ class Runner:
         trainer.callbacks[:] = callbacks
         trainer.precision_plugin = copy.deepcopy(trainer.precision_plugin)
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        trainer.profiler = PassThroughProfiler()
         try:
             yield
         finally:
@@ -133,6 +136,7 @@ class Runner:
         """Takes this process's place and makes a session, whose parts are given back however it ends."""
         self.session = session = self._enter(fn, module, source)
         with (
+            reported(self.trainer, fn, module),
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
             self._anomalies(),
             # Before there are loader workers: these then leave Ctrl-C to this process.

@@ -24,6 +24,7 @@ from fabricamp.engine.optimizer_setup import (
 from fabricamp.engine.oversights import warn_of_misspelt_hooks
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
+from fabricamp.engine.profiling import profile_evaluation, profile_fit
 from fabricamp.engine.resume import Moments
 from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
@@ -250,7 +251,7 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
-        return FitLoop(parts, update)
+        return profile_fit(self.trainer, FitLoop(parts, update))
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
@@ -269,10 +270,11 @@ class Session:
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
             record=record,
         )
-        return loop, [
+        feeds = [
             self.data.feed(loader, length, index, begun=self.resumed and self.trainer.state.validations > 0)
             for index, (loader, length) in enumerate(zip(record.loaders if record else loaders, lengths, strict=True))
         ]
+        return profile_evaluation(self.trainer, loop, kind, feeds), feeds
 
     def _sanity_check(self) -> None:
         state = self.trainer.state

@@ -23,7 +23,6 @@ LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
     "plugins": None,
-    "profiler": None,
     "reload_dataloaders_every_n_epochs": 0,
 }
 """What asks for nothing: configurations that Lightning wrote are full of these."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fabricamp.loggers.base import Logger
     from fabricamp.loggers.delivery import Delivery
     from fabricamp.precision.base import Precision
+    from fabricamp.profilers.profiler import Profiler
     from fabricamp.strategies.base import Strategy
 
 
@@ -39,6 +40,7 @@ class TrainerProperties(TrainerLimits):
     precision_plugin: Precision
     callbacks: list[Callback]
     loggers: list[Logger]
+    profiler: Profiler
     ckpt_path: str | None
     device_type: str
     """"cpu" or "cuda"."""

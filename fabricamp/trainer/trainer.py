@@ -18,6 +18,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision import precision_from
+from fabricamp.profilers.choice import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.trainer.arguments import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fabricamp.loggers.base import Logger
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
+    from fabricamp.profilers.profiler import Profiler
     from fabricamp.strategies.base import Environment, Strategy
 
 
@@ -76,6 +78,7 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: micro-batches whose gradients make one step.
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
+        profiler: "simple" (a table of what took how long), "pytorch" (a trace of a few steps), or an object; None for none.
         nan_policy: what gradients that are inf or nan do: "skip" the step, "stop" with a checkpoint, "raise"; None: a dynamic
             loss scale skips, any other precision does not look.
         logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.
@@ -128,6 +131,7 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: int | None = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
+        profiler: Profiler | str | None = None,
         nan_policy: str | None = None,
         logger: Logger | list[Logger] | bool | None = True,
         callbacks: Sequence[Callback | str] | Callback | str | None = None,
@@ -157,6 +161,7 @@ class Trainer(TrainerProperties):
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)
+        self.profiler = profiler_from(given["profiler"])
         self.state = RunState()
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None

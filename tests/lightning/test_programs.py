@@ -15,7 +15,6 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
-    "profiler": "profilers.SimpleProfiler",
     "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
 }
 """Programs that wait for a feature, by what is missing."""

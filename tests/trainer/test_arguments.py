@@ -37,6 +37,7 @@ WRONG = {
     "accumulate_grad_batches": [0, -1, 2.0, {0: 2}],
     "gradient_clip_val": [-1, "1", float("inf")],
     "gradient_clip_algorithm": ["nrom", 2],
+    "profiler": ["simpel", 3, True],
     "nan_policy": ["sotp", True, 1],
     "logger": ["tensorboard", 3, [None]],
     "callbacks": [Callback, 3, "no_such_callback", [None]],

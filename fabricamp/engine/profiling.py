@@ -1,0 +1,116 @@
+"""Tells a profiler what runs: calls are wrapped once before the run, and not at all without a profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.profilers.base import PassThroughProfiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fabricamp.data import Feed
+    from fabricamp.engine.evaluation import EvaluationLoop
+    from fabricamp.engine.loop import FitLoop
+    from fabricamp.module import TrainingModule
+    from fabricamp.profilers.profiler import Profiler
+    from fabricamp.state import TrainerFn
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer import Trainer
+
+
+def profiler_of(trainer: Trainer) -> Profiler | None:
+    """Returns the Trainer's profiler; None where it has none that records."""
+    return None if isinstance(trainer.profiler, PassThroughProfiler) else trainer.profiler
+
+
+def profiled(profiler: Profiler, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``call`` as an action of this name."""
+
+    def action(*args: Any, **options: Any) -> Any:
+        with profiler.profile(name):
+            return call(*args, **options)
+
+    return action
+
+
+@contextlib.contextmanager
+def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterator[None]:
+    """Around a run: opens the profiler, and lets it report at the end."""
+    profiler = profiler_of(trainer)
+    if profiler is None:
+        yield
+        return
+    rank = trainer.local_rank if trainer.world_size > 1 else None
+    profiler.setup(stage=fn.value, local_rank=rank, log_dir=trainer.log_dir)
+    try:
+        profiler.watch(module)
+        yield
+    except BaseException:
+        profiler.teardown(fn.value)
+        raise
+    profiler.describe()
+
+
+def profile_fit(trainer: Trainer, loop: FitLoop) -> FitLoop:
+    """Returns the loop, the parts of its epochs actions where there is a profiler: each on its object, for this fit."""
+    profiler = profiler_of(trainer)
+    if profiler is None:
+        return loop
+    update, parts = loop.update, loop.parts
+    place, module = _strategy(parts.strategy), f"[LightningModule]{type(parts.module).__name__}"
+    given: Any = loop  # methods of one object are replaced, which a type checker does not know
+    given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
+    _profile_feed(profiler, parts.feed, "[_TrainingEpochLoop].train_dataloader_next")
+    changed: Any = update
+    use = update.use
+
+    def use_profiled(step: Callable[..., Any]) -> None:
+        use(step)
+        changed._forward = profiled(profiler, f"{place}.training_step", update._forward)
+
+    changed._forward = profiled(profiler, f"{place}.training_step", update._forward)
+    changed.use = use_profiled
+    changed.run_batch = profiled(profiler, "run_training_batch", update.run_batch)
+    changed._launch_update = profiled(profiler, f"{module}.optimizer_step", update._launch_update)
+    bound = update._bound
+    plain = bound.plain_step
+    changed._bound = dataclasses.replace(
+        bound,
+        backward=profiled(profiler, f"{place}.backward", bound.backward),
+        plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
+    )
+    return loop
+
+
+def profile_evaluation(trainer: Trainer, loop: EvaluationLoop, kind: str, feeds: list[Feed]) -> EvaluationLoop:
+    """Returns the loop, its batches actions where there is a profiler."""
+    profiler = profiler_of(trainer)
+    if profiler is None:
+        return loop
+    changed: Any = loop
+    changed._step = profiled(profiler, f"{_strategy(trainer.strategy)}.{kind}_step", loop._step)
+    word = "val" if kind == "validation" else kind
+    for feed in feeds:
+        _profile_feed(profiler, feed, f"[_EvaluationLoop].{word}_next")
+    return loop
+
+
+def _profile_feed(profiler: Profiler, feed: Feed, name: str) -> None:
+    behind, end, changed = feed.behind, object(), feed
+
+    def noted(batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with profiler.profile(name):
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+
+    changed.behind = lambda count: noted(behind(count))  # type: ignore[method-assign]  # of this one
+
+
+def _strategy(strategy: Strategy) -> str:
+    return f"[Strategy]{type(strategy).__name__}"

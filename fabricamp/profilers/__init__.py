@@ -1,0 +1,17 @@
+"""Profilers: what a run spends its time on, by the names of what is called."""
+
+from __future__ import annotations
+
+from fabricamp.profilers.base import PassThroughProfiler
+from fabricamp.profilers.choice import profiler_from
+from fabricamp.profilers.profiler import Profiler
+from fabricamp.profilers.pytorch import PyTorchProfiler
+from fabricamp.profilers.simple import SimpleProfiler
+
+__all__ = ["PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "profiler_from"]
+
+
+def __getattr__(name: str) -> object:
+    from fabricamp.not_offered import missing
+
+    raise missing(__name__, name, __all__)

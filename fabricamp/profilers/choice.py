@@ -1,0 +1,34 @@
+"""Which profiler ``Trainer(profiler=...)`` means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricamp.errors import ConfigError, nearest, without_address
+from fabricamp.not_offered import lightnings
+from fabricamp.profilers.base import PassThroughProfiler
+from fabricamp.profilers.profiler import Profiler
+from fabricamp.profilers.simple import SimpleProfiler
+
+_NAMES = ("simple", "pytorch")
+
+
+def profiler_from(value: Any) -> Profiler:
+    """Returns the profiler of a name, an object or None; raises :class:`ConfigError` for anything else."""
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
+    if value == "simple":
+        return SimpleProfiler()
+    if value == "pytorch":
+        from fabricamp.profilers.pytorch import PyTorchProfiler  # torch.profiler is imported where it is asked for
+
+        return PyTorchProfiler()
+    if words := lightnings(value):
+        raise ConfigError(f"profiler: {words}")
+    hint = nearest(value, _NAMES) if isinstance(value, str) else ""
+    raise ConfigError(
+        f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'pytorch', or an object that derives from "
+        "fabricamp.profilers.Profiler)"
+    )

@@ -1,0 +1,178 @@
+"""torch's profiler over a window of steps: a trace file, and a table of operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.profilers.profiler import Profiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+_TIMES = ("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "cpu_memory_usage", "cuda_memory_usage")
+_SORT_KEYS = (*_TIMES, *(f"self_{name}" for name in _TIMES[2:]), "count")
+_STEPS = {"fit": "run_training_batch", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class PyTorchProfiler(Profiler):
+    """Records a few steps with ``torch.profiler``: writes a trace for chrome://tracing, and shows the operations that took longest.
+
+    By default the third to fifth step are recorded.  ``schedule=torch.profiler.schedule(wait=100, warmup=1, active=5, repeat=1)``
+    records others, ``schedule=None`` the whole run.
+
+    Args:
+        dirpath: the folder of its files; None is that of the run's logs.
+        filename: the table goes to this file, with ".txt" behind it and the entry point's name before it; None prints it.
+        group_by_input_shapes: a row for each shape of an operation's inputs; needs ``record_shapes=True``.
+        emit_nvtx: marks operations for NVIDIA's tools in place of recording them.
+        export_to_chrome: writes the trace, one file a window: ``fit-trace.0.pt.trace.json``.
+        row_limit: how many rows the table has; -1: all.
+        sort_by_key: what the table is sorted by; None is the time on the GPU where there is one, else on the CPU.
+        record_module_names: shows in the trace which submodule runs.
+        table_kwargs: further arguments of torch's table.
+        **profiler_kwargs: further arguments of ``torch.profiler.profile``, such as ``schedule`` and ``profile_memory``.
+
+    Raises:
+        ConfigError: for an unknown ``sort_by_key``, or a ``schedule`` that is no function.
+
+    Example:
+        >>> trainer = Trainer(profiler=PyTorchProfiler(profile_memory=True, row_limit=10))
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: dict[str, Any] | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        if sort_by_key is not None and sort_by_key not in _SORT_KEYS:
+            raise ConfigError(
+                f"sort_by_key={sort_by_key!r} is not known{nearest(sort_by_key, _SORT_KEYS)} (known: {', '.join(_SORT_KEYS)})"
+            )
+        given = profiler_kwargs.get("schedule")
+        if given is not None and not callable(given):
+            raise ConfigError(
+                f"schedule={given!r} is no function; give torch.profiler.schedule(...), or None for the whole run"
+            )
+        self.profiler: Any = None
+        """torch's profiler, once the run has begun."""
+        self._group_by_input_shapes = group_by_input_shapes
+        self._emit_nvtx = emit_nvtx
+        self._export_to_chrome = export_to_chrome
+        self._row_limit = row_limit
+        self._sort_by_key = sort_by_key
+        self._record_module_names = record_module_names
+        self._table_kwargs = table_kwargs or {}
+        self._profiler_kwargs = profiler_kwargs
+        self._ranges: dict[str, list[record_function]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._table = ""
+
+    def watch(self, module: nn.Module) -> None:
+        """Notes where submodules begin and end."""
+        if not self._record_module_names:
+            return
+        for name, one in module.named_modules():
+            if name:
+                label = f"[module] {name}: {type(one).__name__}"
+                self._handles += [
+                    one.register_forward_pre_hook(lambda *_, label=label: self._enter(label)),
+                    one.register_forward_hook(lambda *_, label=label: self._leave(label), always_call=True),
+                ]
+
+    def start(self, action_name: str) -> None:
+        """Opens a range of this name, and the profiler where it is the first."""
+        if self.profiler is None:
+            self._open()
+        self._enter(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """Closes it; behind a step's the profiler counts one."""
+        self._leave(action_name)
+        step = _STEPS.get(self._stage or "", "")
+        if step and action_name.endswith(step) and isinstance(self.profiler, profile):
+            self.profiler.step()
+
+    def summary(self) -> str:
+        """Ends the recording; returns the table of the last window, or why there is none."""
+        self._close()
+        if self._emit_nvtx or self._table:
+            return self._table
+        return "torch's profiler recorded no step: the run was too short for its window; give schedule=None, or a shorter one"
+
+    def teardown(self, stage: str | None) -> None:
+        """Ends the recording, and takes the hooks off the module."""
+        self._close()
+        self.profiler = None
+        self._table = ""
+        self._ranges.clear()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "profiler": None, "_handles": [], "_ranges": {}}
+
+    def _open(self) -> None:
+        if self._emit_nvtx:
+            self.profiler = torch.autograd.profiler.emit_nvtx()
+            self.profiler.__enter__()
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        defaults = {
+            "activities": activities,
+            "schedule": schedule(wait=1, warmup=1, active=3, repeat=1),
+            "acc_events": True,  # the table is of all windows
+        }
+        options = {**defaults, **self._profiler_kwargs}
+        given, windows = options.pop("on_trace_ready", None), iter(range(10**9))
+
+        def ready(found: profile) -> None:
+            self._take_table(found)
+            if self._export_to_chrome:
+                found.export_chrome_trace(str(self._file(f"trace.{next(windows)}.pt.trace.json")))
+            if given is not None:
+                given(found)
+
+        self.profiler = profile(**options, on_trace_ready=ready)
+        self.profiler.start()
+
+    def _close(self) -> None:
+        opened, self.profiler = self.profiler, None
+        if isinstance(opened, profile):
+            opened.stop()
+        elif opened is not None:
+            opened.__exit__(None, None, None)
+
+    def _take_table(self, found: profile) -> None:
+        on_gpu = ProfilerActivity.CUDA in found.activities
+        table = found.key_averages(group_by_input_shape=self._group_by_input_shapes).table(
+            sort_by=self._sort_by_key or ("cuda_time_total" if on_gpu else "cpu_time_total"),
+            row_limit=self._row_limit,
+            **self._table_kwargs,
+        )
+        self._table = table.strip()
+
+    def _enter(self, name: str) -> None:
+        opened = record_function(name)
+        opened.__enter__()
+        self._ranges.setdefault(name, []).append(opened)
+
+    def _leave(self, name: str) -> None:
+        if self._ranges.get(name):
+            self._ranges[name].pop().__exit__(None, None, None)

@@ -1,0 +1,71 @@
+"""How often actions were called, and how long they took: a table at the end of the run."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fabricamp.errors import ConfigError
+from fabricamp.profilers.profiler import Profiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class SimpleProfiler(Profiler):
+    """Adds up how long each action took, on the host: a GPU that computes meanwhile is waited for by whoever needs its result.
+
+    Actions lie within each other, as a hook within its batch: the shares do not add up to 100.
+
+    Args:
+        dirpath: the folder of the report; None is that of the run's logs.
+        filename: the report goes to this file, with ".txt" behind it and the entry point's name before it; None prints it.
+        extended: shows the number of calls and the share of the whole time too.
+
+    Raises:
+        ConfigError: where an action starts within itself, or stops without having started.
+
+    Example:
+        >>> trainer = Trainer(profiler=SimpleProfiler(filename="report"))
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: dict[str, list[float]] = {}
+        """The seconds of each call, by action."""
+        self.start_time = time.monotonic()
+
+    def start(self, action_name: str) -> None:
+        """Notes the time."""
+        if action_name in self.current_actions:
+            raise ConfigError(f"the action {action_name!r} is started within itself; give the inner one another name")
+        self.current_actions[action_name] = time.monotonic()
+
+    def stop(self, action_name: str) -> None:
+        """Notes how long it took."""
+        end = time.monotonic()
+        if action_name not in self.current_actions:
+            raise ConfigError(f"the action {action_name!r} is stopped and was not started; call start first")
+        seconds = end - self.current_actions.pop(action_name)
+        self.recorded_durations.setdefault(action_name, []).append(seconds)
+
+    def summary(self) -> str:
+        """Returns the table, the longest first."""
+        whole = time.monotonic() - self.start_time
+        totals = {name: sum(seconds) for name, seconds in self.recorded_durations.items()}
+        rows = [("action", "mean ms", "total s", "calls", "% of the time")]
+        for name in sorted(totals, key=totals.__getitem__, reverse=True):
+            calls, total = len(self.recorded_durations[name]), totals[name]
+            share = f"{100 * total / whole:.1f}" if whole else ""
+            rows.append((name, f"{1e3 * total / calls:.3f}", f"{total:.3f}", str(calls), share))
+        kept = [row if self.extended else row[:3] for row in rows]
+        widths = [max(len(row[column]) for row in kept) for column in range(len(kept[0]))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in kept
+        ]
+        return "\n".join([f"Profile of {self._stage or 'the run'}: {whole:.3f} s", *(line.rstrip() for line in lines)])

@@ -1,0 +1,243 @@
+"""Profilers: what they count, what they write, and that a run without one is not touched by them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabricamp import Callback, ConfigError
+from fabricamp.engine.loop import FitLoop
+from fabricamp.loggers import CSVLogger
+from fabricamp.profilers import PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from fabricamp.tuner import Tuner
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Hooked(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pass
+
+
+class Own(Classifier):
+    def training_step(self, batch, batch_idx):
+        with self.trainer.profiler.profile("mine"):
+            return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        pass
+
+
+def counts(profiler):
+    return {name: len(seconds) for name, seconds in profiler.recorded_durations.items()}
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("O0", 1), ("O1", 2), ("O2", 1), ("bf16-true", 2)])
+def test_the_actions_of_a_fit_are_counted_by_lightnings_names(precision, accumulate):
+    profiler = SimpleProfiler()
+    trainer = quiet_trainer(
+        max_epochs=2,
+        profiler=profiler,
+        callbacks=[Hooked()],
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(Own(), loader(16), loader(8))
+    found = counts(profiler)
+    assert {name: found[name] for name in found if not name.startswith("[_")} == {
+        "run_training_epoch": 2,
+        "run_training_batch": 8,
+        "mine": 8,
+        "[Callback]Hooked.on_train_batch_start": 8,
+        "[LightningModule]Own.on_after_backward": 8,
+        "[LightningModule]Own.optimizer_step": 8 // accumulate,
+        "[Strategy]Strategy.training_step": 8,
+        "[Strategy]Strategy.backward": 8,
+        "[Strategy]Strategy.validation_step": 5,
+    }
+    assert found["[_TrainingEpochLoop].train_dataloader_next"] >= 8
+
+
+def test_the_same_numbers_come_out_with_a_profiler():
+    weights = []
+    for profiler in (None, "simple", PyTorchProfiler(export_to_chrome=False)):
+        module = Own()
+        quiet_trainer(max_epochs=2, profiler=profiler, precision="O2").fit(module, loader(16), loader(8))
+        weights.append([one.tolist() for one in module.parameters()])
+    assert weights[0] == weights[1] == weights[2]
+
+
+def test_the_table_stands_at_the_end_of_each_run(capsys):
+    trainer = quiet_trainer(max_epochs=1, profiler="simple")
+    trainer.fit(Classifier(), loader(16))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Profile of fit: ")
+    assert lines[1].split() == ["action", "mean", "ms", "total", "s", "calls", "%", "of", "the", "time"]
+    assert lines[2].startswith("run_training_epoch ")
+    batches = next(line.split() for line in lines if line.startswith("run_training_batch "))
+    assert batches[3] == "4"
+    seconds = trainer.profiler.recorded_durations["run_training_batch"]
+    assert float(batches[2]) == pytest.approx(sum(seconds), abs=6e-4)
+    trainer.test(Classifier(), loader(16), verbose=False)
+    assert "[Strategy]Strategy.test_step" in capsys.readouterr().out
+
+
+def test_a_report_in_a_file_of_the_logs():
+    profiler = SimpleProfiler(filename="report", extended=False)
+    trainer = quiet_trainer(max_epochs=1, profiler=profiler, logger=CSVLogger("logs"))
+    trainer.fit(Classifier(), loader(16))
+    trainer.predict(Classifier(), loader(16))
+    head = Path(trainer.log_dir, "fit-report.txt").read_text().splitlines()[1]
+    assert head.split() == ["action", "mean", "ms", "total", "s"]
+    assert Path(profiler.dirpath, "predict-report.txt").exists()
+
+
+def test_nothing_is_wrapped_without_one(monkeypatch):
+    seen = []
+    run = FitLoop.run
+
+    def noted(self):
+        seen.append((set(vars(self)), set(vars(self.update)), "behind" in vars(self.parts.feed), self._batch_start[0]))
+        run(self)
+
+    monkeypatch.setattr(FitLoop, "run", noted)
+    for profiler in (None, PassThroughProfiler(), "simple"):
+        trainer = quiet_trainer(max_steps=1, callbacks=[Hooked()], profiler=profiler)
+        trainer.fit(Classifier(), loader())
+        assert isinstance(trainer.profiler, SimpleProfiler if profiler == "simple" else PassThroughProfiler)
+    for names, update, feed, hook in seen[:2]:
+        assert "_run_epoch" not in names
+        assert not {"run_batch", "use", "_launch_update"} & update
+        assert not feed
+        assert hook.func.__self__.__class__ is Hooked
+    assert "_run_epoch" in seen[2][0]
+    assert {"run_batch", "use"} <= seen[2][1]
+
+
+def test_a_profiler_of_ones_own_and_a_failing_run():
+    class Mine(Profiler):
+        def __init__(self):
+            super().__init__()
+            self.said = []
+
+        def setup(self, stage, local_rank=None, log_dir=None):
+            self.said.append((stage, local_rank))
+
+        def start(self, action_name):
+            self.said.append(action_name)
+
+        def stop(self, action_name):
+            self.said.append(f"/{action_name}")
+
+        def teardown(self, stage):
+            self.said.append("torn down")
+
+    class Fails(Classifier):
+        def on_after_backward(self):
+            raise ZeroDivisionError
+
+    profiler = Mine()
+    with pytest.raises(ZeroDivisionError):
+        quiet_trainer(max_steps=1, profiler=profiler).fit(Fails(), loader())
+    assert profiler.said[0] == ("fit", None)
+    assert profiler.said[-3:] == ["/run_training_batch", "/run_training_epoch", "torn down"]
+    opened = [one for one in profiler.said[1:-1] if not one.startswith("/")]
+    assert sorted(opened) == sorted(one[1:] for one in profiler.said[1:-1] if one.startswith("/"))
+
+
+def test_an_action_within_itself_and_one_that_was_not_started():
+    profiler = SimpleProfiler()
+    with pytest.raises(ConfigError, match="'a' is started within itself"), profiler.profile("a"), profiler.profile("a"):
+        pass
+    with pytest.raises(ConfigError, match="'b' is stopped and was not started"):
+        profiler.stop("b")
+
+
+def trace(folder):
+    (file,) = Path(folder).glob("*.pt.trace.json")
+    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event]
+    return file.name, names
+
+
+def test_the_trace_of_a_window_of_steps(capsys):
+    trainer = quiet_trainer(max_epochs=2, profiler="pytorch", default_root_dir="run")
+    trainer.fit(Classifier(), loader(32), loader(8))
+    name, names = trace("run")
+    assert name == "fit-trace.0.pt.trace.json"
+    assert sum(one == "run_training_batch" for one in names) == 3
+    assert any(one == "[module] net.2: Linear" for one in names)
+    assert "aten::addmm" in capsys.readouterr().out
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in trainer.model.modules())
+
+
+def test_the_trace_of_a_window_that_was_chosen():
+    profiler = PyTorchProfiler(
+        "traces",
+        "operations",
+        row_limit=3,
+        record_module_names=False,
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2),
+        sort_by_key="count",
+    )
+    quiet_trainer(max_epochs=1, profiler=profiler, precision="O1").fit(Classifier(), loader(32))
+    files = sorted(path.name for path in Path("traces").iterdir())
+    assert files == ["fit-operations.txt", "fit-trace.0.pt.trace.json", "fit-trace.1.pt.trace.json"]
+    table = [line for line in Path("traces/fit-operations.txt").read_text().splitlines() if not line.startswith("-")]
+    assert "# of Calls" in table[0]
+    assert len(table) == 1 + 3 + 1
+
+
+def test_a_whole_run_and_one_too_short_for_the_window(capsys):
+    trainer = quiet_trainer(profiler=PyTorchProfiler("traces", schedule=None), max_steps=2)
+    trainer.fit(Classifier(), loader())
+    assert sum(one == "run_training_batch" for one in trace("traces")[1]) == 2
+    capsys.readouterr()
+    quiet_trainer(profiler=PyTorchProfiler("short"), max_steps=1).fit(Classifier(), loader())
+    assert "recorded no step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("profiler", "words"),
+    [
+        ("simpel", "did you mean 'simple'"),
+        (3, "profiler=3 is not known"),
+        (SimpleProfiler, "derives from fabricamp.profilers.Profiler"),
+    ],
+)
+def test_what_is_no_profiler_is_refused(profiler, words):
+    with pytest.raises(ConfigError, match=words):
+        quiet_trainer(profiler=profiler)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match="did you mean 'cpu_time_total'"):
+        PyTorchProfiler(sort_by_key="cpu_time_totals")
+    with pytest.raises(ConfigError, match="is no function"):
+        PyTorchProfiler(schedule=3)
+
+
+def test_a_search_is_not_counted():
+    profiler = SimpleProfiler()
+    trainer = quiet_trainer(max_steps=2, profiler=profiler)
+    Tuner(trainer).lr_find(Classifier(), loader(), num_training=3)
+    assert profiler.recorded_durations == {}
+    assert trainer.profiler is profiler
+
+
+def on_two_ranks():
+    quiet_trainer(max_epochs=1, devices="auto", strategy="ddp", profiler=SimpleProfiler("reports", "report")).fit(
+        Classifier(), loader(16)
+    )
+    profiler = SimpleProfiler()
+    trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="delayed_ddp", precision="O1", profiler=profiler)
+    trainer.fit(Classifier(), loader(16))
+    return counts(profiler)["run_training_batch"]
+
+
+def test_each_rank_has_its_report():
+    assert run_ranks(on_two_ranks, 2) == [2, 2]
+    assert sorted(path.name for path in Path("reports").iterdir()) == ["fit-report-0.txt", "fit-report-1.txt"]
