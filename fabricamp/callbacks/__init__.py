@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor
     from fabricamp.callbacks.divergence_check import DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+    from fabricamp.callbacks.ema import EMA
     from fabricamp.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.lr_finder import LearningRateFinder
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
     from fabricamp.callbacks.progress_bar import ProgressBar
     from fabricamp.callbacks.rich_model_summary import RichModelSummary
+    from fabricamp.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "CALLBACKS",
+    "EMA",
     "AmpState",
     "AsyncCheckpoint",
     "BackboneFinetuning",
@@ -35,6 +38,7 @@ __all__ = [
     "Callback",
     "DeviceStatsMonitor",
     "DivergenceCheck",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
     "LearningRateFinder",
@@ -45,6 +49,7 @@ __all__ = [
     "RichModelSummary",
     "RichProgressBar",
     "TQDMProgressBar",
+    "WeightAveraging",
 ]
 
 _FILES = {
@@ -58,6 +63,8 @@ _FILES = {
     "Callback": "base",
     "DeviceStatsMonitor": "device_stats_monitor",
     "DivergenceCheck": "divergence_check",
+    "EMA": "ema",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "LearningRateFinder": "lr_finder",
@@ -68,6 +75,7 @@ _FILES = {
     "RichModelSummary": "rich_model_summary",
     "RichProgressBar": "progress.rich_progress",
     "TQDMProgressBar": "progress.tqdm_progress",
+    "WeightAveraging": "weight_averaging",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fabricamp.keywords import NamesKeywords
@@ -9,6 +10,7 @@ from fabricamp.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -187,6 +189,10 @@ class Callback(NamesKeywords):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """May read from a checkpoint that is being restored."""
+
+    def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> AbstractContextManager[None]:
+        """A context that each validation, test and prediction runs in, their hooks included; it ends with an exception too."""
+        return contextlib.nullcontext()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """When training ends by an exception, Ctrl-C included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class EvaluationLoop:
         self._stops = self._in_fit or state.fn is not TrainerFn.FITTING
         self.cut_short = False
         """Whether the ranks agreed not to end the last run: no hook of its end is called, and within fit it is as if not begun."""
+        self._contexts = hooks.callbacks("evaluation_context")
         self._start = hooks(f"on_{kind}_start")
         self._end = hooks(f"on_{kind}_end")
         self._epoch_start = hooks(f"on_{kind}_epoch_start")
@@ -74,7 +76,9 @@ class EvaluationLoop:
         state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         if state.fn is not TrainerFn.FITTING:
             self._agreement.begin()
-        with self._no_gradients():
+        with contextlib.ExitStack() as contexts:
+            for context in (*self._contexts, self._no_gradients):
+                contexts.enter_context(context())
             state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
             call_all(self._start)
             call_all(self._epoch_start)

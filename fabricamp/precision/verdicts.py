@@ -58,6 +58,11 @@ class Verdicts:
         return self.scaler.known.skipped_steps
 
     @property
+    def last_applied(self) -> Tensor:
+        """Whether the last window was applied: 1 or 0, on the device, known there before the host knows; it changes later."""
+        return self.scaler.last_applied
+
+    @property
     def window_tensors(self) -> list[Tensor]:
         """What an open window has on the device beside its gradients: what is known of each of several losses."""
         losses = self.scaler.losses

@@ -104,7 +104,7 @@ PAIRS = [
     ("O5", "fused", 1, 11),
     ("O4", "adam", 3, 8),
 ]
-ALL = itertools.product(PRECISIONS, OPTIMIZERS, ACCUMULATIONS, STEPS)
+ALL = [*itertools.product(PRECISIONS, OPTIMIZERS, ACCUMULATIONS, STEPS)]
 
 
 def check_resume(tmp_path, precision, optimizer, accumulation, step):

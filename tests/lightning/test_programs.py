@@ -15,7 +15,7 @@ from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
     "export_torchscript": "LightningModule.to_torchscript",
-    "weight_averaging": "callbacks.EMAWeightAveraging and StochasticWeightAveraging",
+    "weight_averaging": "callbacks.StochasticWeightAveraging",
 }
 """Programs that wait for a feature, by what is missing."""
 

@@ -64,7 +64,7 @@ def recording_callback(calls, label="C"):
     names = [
         name
         for name, _ in inspect.getmembers(Callback, inspect.isfunction)
-        if not name.startswith("_") and name not in {"state_dict", "load_state_dict"}
+        if not name.startswith("_") and name not in {"state_dict", "load_state_dict", "evaluation_context"}
     ]
     return type("RecordingCallback", (Callback,), {name: record(name) for name in names})()
 

@@ -1,0 +1,190 @@
+"""Averages of what a run trains: moved beside the steps, put in the weights' place for a while, by the module's own names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision.master_weights import module_parameter, round_to
+from fabricamp.strategies.base import Strategy
+
+
+class Rule(NamedTuple):
+    """How averages move towards the weights; one of the three is given.
+
+    ``share``: which part of the way they go, by the number of updates before (a number, or a tensor where steps may be skipped).
+    ``one``: returns the new average of one tensor.  ``many``: writes into all.  Both take averages, weights and that number.
+    """
+
+    share: Callable[[Any], Any] | None = None
+    one: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    many: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None
+
+    def run(self, averages: list[Tensor], weights: list[Tensor], count: Tensor) -> None:
+        """Calls the function that was given."""
+        if self.many is not None:
+            self.many(averages, weights, count)
+        elif self.one is not None:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(self.one(average, weight, count))
+
+
+class Averages:
+    """The averages of the parameters that optimizers update, and with ``use_buffers`` of buffers that are saved.
+
+    ``values`` are fp32 at least, on ``device`` (None: where the weights are), by the module's names.  ``count`` is the number of
+    updates: a tensor on the device where steps may be skipped, so that nobody waits to know whether one was.
+    """
+
+    def __init__(self, rule: Rule, device: torch.device | None, *, use_buffers: bool) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.count: int | Tensor = 0
+        self.begun = False
+        """Whether there was an update; before it there is no average."""
+        self._rule = rule
+        self._device = device
+        self._use_buffers = use_buffers
+        self._weights: list[Tensor] = []
+        self._moved: list[Tensor] = []
+
+    # -- whose averages ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def follow(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Takes in what is trained now; new averages begin as ``saved``, or as the weights are."""
+        sources = self._sources(module, optimizers)
+        for name, (updated, _) in sources.items():
+            if name not in self.values:
+                value = updated if saved is None else saved.get(name, updated)
+                dtype = torch.promote_types(updated.dtype, torch.float32)
+                self.values[name] = value.detach().to(self._device or updated.device, dtype, copy=True)
+        self._weights = [updated for updated, _ in sources.values()]
+        self._moved = [self.values[name] for name in sources]
+
+    def _sources(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Tensor, Tensor]]:
+        """What is averaged, by name: the tensor that an optimizer updates (an fp32 master), and the module's own."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        updated = [one for optimizer in optimizers for one in owned_parameters(optimizer)]
+        own = [(one, module_parameter(one)) for one in updated]
+        sources = {names[id(parameter)]: (one.detach(), parameter) for one, parameter in own if id(parameter) in names}
+        if self._use_buffers:
+            saved = module.state_dict().keys()
+            buffers = [(name, one) for name, one in module.named_buffers() if name in saved and one.is_floating_point()]
+            sources |= {name: (one, one) for name, one in buffers}
+        return sources
+
+    # -- updates -----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, applied: Tensor | None) -> None:
+        """Moves the averages; the first update makes them the weights.
+
+        ``applied``: a number on the device, 0 where the step was skipped, which then is no update; None where none is.
+        """
+        self.begun = True
+        averages, weights = self._moved, self._weights
+        if self._device is not None:
+            weights = [one.to(self._device) for one in weights]
+        if applied is None and isinstance(self.count, int):
+            self._move(averages, weights, self.count)
+            self.count += 1
+            return
+        if isinstance(self.count, int):
+            device = averages[0].device if applied is None or not averages else applied.device
+            self.count = torch.full((), self.count, dtype=torch.int64, device=device)
+        counts = torch.ones_like(self.count) if applied is None else applied
+        self._move_where(averages, weights, self.count, counts)
+        self.count = self.count + (counts != 0)
+
+    def _move(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
+        if count == 0:
+            torch._foreach_copy_(averages, weights)
+        elif self._rule.share is not None:
+            ops.ema(weights, averages, 1 - self._rule.share(count))
+        else:
+            self._rule.run(averages, _like(weights, averages), torch.tensor(count, device=averages[0].device))
+
+    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, applied: Tensor) -> None:
+        if self._rule.share is not None:
+            share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * (applied != 0).double())
+            ops.ema(weights, averages, 1 - share)
+            return
+        before, values = [one.clone() for one in averages], _like(weights, averages)
+        self._rule.run(averages, values, count)
+        for average, old, value in zip(averages, before, values, strict=True):
+            first, counts = (count == 0).to(average.device), (applied != 0).to(average.device)
+            average.copy_(torch.where(first, value, torch.where(counts, average, old)))
+
+    # -- in the weights' place ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def put_in(self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> dict[str, Tensor]:
+        """Puts the averages into the module; returns the weights that were there.
+
+        Every rank gets rank 0's averages of buffers, which a checkpoint has.
+        """
+        sources = self._sources(module, optimizers)
+        raw = {name: updated.clone() for name, (updated, _) in sources.items()}
+        values = {name: self.values[name] for name in sources if name in self.values}
+        self._write(sources, {**values, **self._of_rank_zero(module, values, strategy)})
+        return raw
+
+    @torch.no_grad()
+    def put_back(self, raw: Mapping[str, Tensor], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Gives the module the weights back that :meth:`put_in` returned."""
+        self._write(self._sources(module, optimizers), raw)
+
+    def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+        chosen = [(*sources[name], value) for name, value in values.items() if name in sources]
+        updated = [one for one, _, _ in chosen]
+        if chosen:
+            torch._foreach_copy_(updated, [value for _, _, value in chosen])
+        apart = [(one, own) for one, own, _ in chosen if one.data_ptr() != own.data_ptr()]
+        round_to([one for one, _ in apart], [own for _, own in apart])
+
+    def _of_rank_zero(self, module: nn.Module, values: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
+        if strategy.world_size == 1:
+            return {}
+        own = {name: values[name].cpu() for name, _ in module.named_buffers() if name in values}
+        return strategy.broadcast(own) if own else {}
+
+
+def in_state(module: nn.Module, state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the module's state dict ``state`` with ``values`` in the place of the tensors of these names."""
+    result = copy.copy(state)
+    known = {id(one): values[name] for name, one in _tensors(module) if name in values}
+    for name, one in _tensors(module, remove_duplicate=False):
+        if name in result and id(one) in known:
+            result[name] = known[id(one)]
+    return result
+
+
+def _tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=remove_duplicate),
+        *module.named_buffers(remove_duplicate=remove_duplicate),
+    ]
+
+
+def _like(weights: list[Tensor], averages: list[Tensor]) -> list[Tensor]:
+    return [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
+
+
+def refuse_several(own: object, callbacks: Sequence[object]) -> None:
+    """Raises :class:`ConfigError` where two callbacks would put averages into the same weights."""
+    kinds = [type(one).__name__ for one in callbacks if getattr(one, "averages_weights", False)]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{type(own).__name__} is one of {len(kinds)} callbacks that average the weights ({', '.join(kinds)}), and the module "
+            "can hold one average; give one of them"
+        )

@@ -1,0 +1,44 @@
+"""An exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.weight_averaging import WeightAveraging, exponential
+from fabricamp.errors import ConfigError
+
+
+class EMA(WeightAveraging):
+    """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
+
+    The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; it begins as
+    the weights behind the first update.  Validation, test and prediction run with it, a module has it at the end of training,
+    and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  A step that was skipped for
+    overflow is no update.
+
+    Args:
+        decay: what is kept of the average in each update.
+        every: updates behind the steps, counted from 1, that this divides.
+        start: the first step that may update.
+
+    Raises:
+        ConfigError: for arguments that cannot be, and beside another callback that averages weights.
+
+    Example:
+        >>> ema = EMA(decay=0.9999, every=10, start=1000)
+    """
+
+    def __init__(self, decay: float = 0.999, every: int = 1, start: int = 0) -> None:
+        super().__init__()
+        self._rule = exponential(self, decay)
+        check_kind(self, "a whole number", every=every, start=start)
+        if every < 1 or start < 0:
+            raise ConfigError(f"EMA(every={every!r}, start={start!r}): give a whole number from 1, and one from 0")
+        self.decay = decay
+        self.every = every
+        self.start = start
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether ``every`` divides the number of this step and ``start`` is reached."""
+        if step_idx is None:
+            return False
+        return step_idx + 1 >= self.start and (step_idx + 1) % self.every == 0

@@ -1,0 +1,259 @@
+"""Averages of the weights, moved after steps or epochs: validated, kept in checkpoints, and left in the module at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fabricamp.callbacks._averages import Averages, Rule, in_state, refuse_several
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
+from fabricamp.state import TrainerFn
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_FUNCTIONS = ("avg_fn", "multi_avg_fn")
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights, by default the mean of those behind each step.
+
+    The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; what is
+    frozen and other buffers stay the module's own.  Validation, test and prediction run with it, a module has it at the end of
+    training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  A step that was
+    skipped for overflow is no update, and no wait for the device finds that out.
+
+    Args:
+        device: where the average is kept; None: where the weights are.
+        use_buffers: averages buffers too; False: they stay the module's own.
+        **kwargs: ``avg_fn(average, weight, count)``, which returns a new average, or ``multi_avg_fn(averages, weights, count)``,
+            which writes into lists of them; ``count`` is the number of updates so far.
+
+    Raises:
+        ConfigError: for arguments of another kind, and beside another callback that averages weights.
+
+    Example:
+        >>> class FromTheThirdEpoch(WeightAveraging):
+        ...     def should_update(self, step_idx=None, epoch_idx=None):
+        ...         return epoch_idx is not None and epoch_idx >= 2
+    """
+
+    averages_weights: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        name = type(self).__name__
+        check_kind(self, "True or False", use_buffers=use_buffers)
+        known = [key for key in inspect.signature(type(self).__init__).parameters if key not in ("self", "kwargs")]
+        for key, value in kwargs.items():
+            if key not in _FUNCTIONS:
+                words = nearest(key, [*known, *_FUNCTIONS]) or f" (known: {', '.join([*known, *_FUNCTIONS])})"
+                raise UnknownArgumentError(f"{name} has no argument {key!r}{words}")
+            if not callable(value) and value is not None:
+                raise ConfigError(f"{name}({key}={value!r}): give a function")
+        functions = [kwargs.get(key) for key in _FUNCTIONS]
+        if all(functions):
+            raise ConfigError(f"{name} got avg_fn and multi_avg_fn; give one of them")
+        self._rule = Rule(one=functions[0], many=functions[1]) if any(functions) else Rule(share=_mean)
+        self._device = None if device is None else torch.device(device)
+        self._use_buffers = use_buffers
+        self._latest_step, self._latest_epoch = 0, -1
+        self._forget()
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update behind this step or, with ``epoch_idx``, behind this epoch; both count from 0."""
+        return step_idx is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the run that it is in."""
+        own = ("_averages", "_raw", "_saved", "_module")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._averages: Averages | None = None
+        self._raw: dict[str, Tensor] | None = None  # the weights, while the average stands in their place
+        self._saved: dict[str, Any] | None = None
+        self._module: Callable[[], TrainingModule | None] = lambda: None
+
+    def _average_of(self, module: TrainingModule) -> Averages | None:
+        """The average of this module's weights; None before the first update."""
+        averages = self._averages
+        return averages if averages is not None and averages.begun and self._module() is module else None
+
+    # -- training ----------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Begins anew with each fit."""
+        if stage != "fit":
+            return
+        refuse_several(self, trainer.callbacks)
+        self._forget()
+        self._latest_step, self._latest_epoch = trainer.global_step, trainer.current_epoch - 1
+        self._module = weakref.ref(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Takes the average that a checkpoint had."""
+        self._averages = averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
+        saved, self._saved = self._saved, None
+        averages.follow(pl_module, trainer.optimizers, saved and saved["average"])
+        if saved is not None:
+            averages.count, averages.begun = saved["count"], True
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Takes in what is trained from this epoch on."""
+        if self._averages is not None:
+            self._averages.follow(pl_module, trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Updates behind a step, where that is due."""
+        step = trainer.global_step
+        if step <= self._latest_step:
+            return
+        self._latest_step = step
+        if self._averages is not None and self.should_update(step_idx=step - 1):
+            verdicts = trainer.precision_plugin.verdicts
+            self._averages.update(None if verdicts is None else verdicts.last_applied)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Updates behind an epoch, where that is due."""
+        epoch = trainer.current_epoch
+        if epoch <= self._latest_epoch:
+            return
+        self._latest_epoch = epoch
+        if self._averages is not None and self.should_update(epoch_idx=epoch):
+            self._averages.update(None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Leaves the average in the module; the weights stay for checkpoints that are written from here on."""
+        averages = self._average_of(pl_module)
+        if averages is not None and self._raw is None:
+            self._raw = averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
+
+    @contextlib.contextmanager
+    def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> Iterator[None]:
+        """Puts the average in the weights' place."""
+        averages = self._average_of(pl_module)
+        if averages is None or self._raw is not None:
+            yield
+            return
+        self._raw = averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
+        try:
+            yield
+        finally:
+            averages.put_back(self._raw, pl_module, trainer.optimizers)
+            self._raw = None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which steps and epochs were looked at."""
+        return {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes that back."""
+        self._latest_step = state_dict["latest_update_step"]
+        self._latest_epoch = state_dict.get("latest_update_epoch", self._latest_epoch)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the average beside the weights."""
+        averages = self._average_of(pl_module)
+        if averages is None:
+            return
+        state = checkpoint["state_dict"]
+        checkpoint["current_model_state"] = state if self._raw is None else in_state(pl_module, state, self._raw)
+        checkpoint["state_dict"] = in_state(pl_module, state, averages.values)
+        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(int(averages.count), device="cpu")}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """A fit goes on with the weights; whatever else is run with a checkpoint is run with the average in it."""
+        if trainer.state.fn is not TrainerFn.FITTING:
+            self._forget()
+        elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
+            count = int(checkpoint["averaging_state"]["n_averaged"])
+            self._saved = {"average": checkpoint["state_dict"], "count": count}
+            checkpoint["state_dict"] = checkpoint.pop("current_model_state")
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average of the weights, by Lightning's arguments; :class:`EMA` has shorter ones.
+
+    Args:
+        device: where the average is kept; None: where the weights are.
+        use_buffers: averages buffers too; False: they stay the module's own.
+        decay: what is kept of the average in each update.
+        update_every_n_steps: how many steps lie between two updates, the first of which comes behind step 0.
+        update_starting_at_step: the first step, from 0, that may update.
+        update_starting_at_epoch: the first epoch, from 0, whose end updates too.
+
+    Raises:
+        ConfigError: for arguments of another kind, and beside another callback that averages weights.
+
+    Example:
+        >>> averaging = EMAWeightAveraging(decay=0.99, update_starting_at_step=100)
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name in kwargs:
+            if name in _FUNCTIONS:
+                raise ConfigError(
+                    f"{type(self).__name__}({name}=...): its average follows from decay; use WeightAveraging"
+                )
+        super().__init__(device, use_buffers, **kwargs)
+        self._rule = exponential(self, decay)
+        check_kind(self, "a whole number", update_every_n_steps=update_every_n_steps)
+        check_kind(self, "a whole number", optional=True, update_starting_at_step=update_starting_at_step)
+        check_kind(self, "a whole number", optional=True, update_starting_at_epoch=update_starting_at_epoch)
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether this step, or epoch, is among those that the arguments name."""
+        if step_idx is not None:
+            every, start = self.update_every_n_steps, self.update_starting_at_step
+            return every > 0 and step_idx % every == 0 and (start is None or step_idx >= start)
+        first = self.update_starting_at_epoch
+        return epoch_idx is not None and first is not None and epoch_idx >= first
+
+
+def exponential(owner: object, decay: float) -> Rule:
+    """Returns the rule of an exponential moving average; raises :class:`ConfigError` for a ``decay`` that is none."""
+    check_kind(owner, "a number", decay=decay)
+    if not 0 <= decay <= 1:
+        raise ConfigError(f"{type(owner).__name__}(decay={decay!r}): give a number from 0 to 1, such as 0.999")
+    return Rule(share=_Share(1 - decay))
+
+
+class _Share(float):
+    """The same share at any count; a class, and no closure, so that the callback pickles."""
+
+    def __call__(self, count: Any) -> float:
+        return float(self)
+
+
+def _mean(count: Any) -> Any:
+    """The share that makes the average the mean of all."""
+    return 1 / (count + 1)
