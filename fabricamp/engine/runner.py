@@ -17,6 +17,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
 from fabricamp.engine.joining import join_loggers
+from fabricamp.engine.notices import say
 from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.profiling import reported
 from fabricamp.engine.session import Session
@@ -24,7 +25,7 @@ from fabricamp.engine.source import GivenData
 from fabricamp.engine.verification import take_part, the_plan
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
-from fabricamp.lightning.given import adopted, own_loader
+from fabricamp.lightning.given import adopted, lines_of, own_loader
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
@@ -186,6 +187,9 @@ class Runner:
             take_part(self, trainer)
         join_loggers(trainer)
         self.take_callbacks(module)
+        for line in lines_of((*trainer.callbacks, *trainer.loggers)):
+            if trainer.is_global_zero:
+                say(line)
         if fn is TrainerFn.FITTING:
             trainer.state = trainer.state.of_next_fit()
         trainer.state.begin(fn)

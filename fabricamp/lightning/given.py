@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricamp.data import CombinedLoader
-from fabricamp.first_rank import started_rank
 from fabricamp.lightning.bases import own_class, place_of
 
 if TYPE_CHECKING:
@@ -64,10 +63,11 @@ _FINDINGS: Final[dict[str, dict[str, str]]] = {
 """What scripts read of the object that they gave, once the run is over, and where that keeps it."""
 
 _GIVEN: Final = "_given_as_lightnings"
+_LINE: Final = "_line_on_lightnings"
 
 
 def adopted(value: Any) -> Any:
-    """Returns ours of the same name and arguments in the place of a callback or logger of Lightning's own, and says so.
+    """Returns ours of the same name and arguments in the place of a callback or logger of Lightning's own.
 
     Everything else is returned as it is.
     """
@@ -82,15 +82,18 @@ def adopted(value: Any) -> Any:
         return value  # of a release that keeps them elsewhere
     arguments = _arguments(value, _ARGUMENTS[name])
     ours = getattr(importlib.import_module(f"fabricamp.{module}"), kind)(**arguments)
-    if started_rank() == 0:
-        shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
-        print(
-            f"fabricamp: Lightning's {kind} runs as fabricamp.{module}.{kind}({shown}), which stands in trainer.{module}; the "
-            "object that was given is told its results where the run ends",
-            flush=True,
-        )
-    vars(ours)[_GIVEN] = value
+    shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
+    line = (
+        f"Lightning's {kind} runs as fabricamp.{module}.{kind}({shown}), which stands in trainer.{module}; the object that was "
+        "given is told its results where the run ends"
+    )
+    vars(ours).update({_GIVEN: value, _LINE: line})
     return ours
+
+
+def lines_of(parts: Iterable[object]) -> list[str]:
+    """Returns, once each, what is to be said of callbacks and loggers that stand for Lightning's."""
+    return [vars(one).pop(_LINE) for one in parts if _LINE in vars(one)]
 
 
 def hand_back(parts: Iterable[object]) -> None:
