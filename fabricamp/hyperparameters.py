@@ -195,8 +195,6 @@ def kept_by(owner: Any) -> Kept:
     if isinstance(owner, HyperparametersMixin):
         return Kept(owner.hparams, owner.hparams_name, owner.logs_hyperparameters, owner.hparams_private)
     values, name = getattr(owner, "hparams", {}), getattr(owner, "_hparams_name", None)
-    if type(values).__name__ == "AttributeDict":
-        values = dict(values)
     logged = bool(getattr(owner, "_log_hyperparams", False))
     return Kept(values, None if name == "kwargs" else name, logged, _exposes(values))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricamp.data import CombinedLoader
@@ -18,50 +19,52 @@ _AS_THEY_ARE: Final = {
 }
 """Classes whose own methods ask only for what our Trainer has; users' subclasses of them run."""
 
-_LOGS: Final = {"name": "_name", "version": "_version", "prefix": "_prefix"}
+_ARGUMENTS: Final = {
+    "callbacks.BackboneFinetuning": (
+        "unfreeze_backbone_at_epoch", "lambda_func", "backbone_initial_ratio_lr", "backbone_initial_lr", "should_align",
+        "initial_denom_lr", "train_bn", "verbose", "rounding",
+    ),
+    "callbacks.BatchSizeFinder": (
+        "mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val",
+    ),
+    "callbacks.DeviceStatsMonitor": ("cpu_stats",),
+    "callbacks.EarlyStopping": (
+        "monitor", "min_delta", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
+        "divergence_threshold", "check_on_train_epoch_end", "log_rank_zero_only",
+    ),
+    "callbacks.LearningRateFinder": (
+        "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold", "update_attr", "attr_name",
+    ),
+    "callbacks.LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
+    "callbacks.ModelCheckpoint": (
+        "dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "save_on_exception", "save_weights_only", "mode",
+        "auto_insert_metric_name", "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end",
+        "enable_version_counter",
+    ),
+    "callbacks.ModelSummary": ("max_depth",),
+    "callbacks.RichModelSummary": ("max_depth",),
+    "callbacks.RichProgressBar": ("refresh_rate", "leave"),
+    "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
+    "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
+    "loggers.TensorBoardLogger": (
+        "save_dir", "name", "version", "log_graph", "default_hp_metric", "prefix", "sub_dir", "kwargs",
+    ),
+}  # fmt: skip
+"""Arguments by classes of Lightning's that there is one of ours for.  The objects keep them under these names, or behind a dash."""
 
-_ARGUMENTS: Final[dict[str, dict[str, str]]] = {
-    "callbacks.DeviceStatsMonitor": {"cpu_stats": "_cpu_stats"},
-    "callbacks.EarlyStopping": {
-        **{name: name for name in ("monitor", "min_delta", "patience", "verbose", "mode", "strict", "check_finite")},
-        **{name: name for name in ("stopping_threshold", "divergence_threshold", "log_rank_zero_only")},
-        "check_on_train_epoch_end": "_check_on_train_epoch_end",
-    },
-    "callbacks.LearningRateMonitor": {name: name for name in ("logging_interval", "log_momentum", "log_weight_decay")},
-    "callbacks.ModelCheckpoint": {
-        **{name: name for name in ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "mode")},
-        **{name: name for name in ("save_on_exception", "save_weights_only", "auto_insert_metric_name")},
-        **{name: f"_{name}" for name in ("every_n_train_steps", "train_time_interval", "every_n_epochs")},
-        **{name: f"_{name}" for name in ("save_on_train_epoch_end", "enable_version_counter")},
-    },
-    "callbacks.ModelSummary": {"max_depth": "_max_depth"},
-    "callbacks.RichModelSummary": {"max_depth": "_max_depth"},
-    "callbacks.RichProgressBar": {"refresh_rate": "_refresh_rate", "leave": "_leave"},
-    "callbacks.TQDMProgressBar": {"refresh_rate": "_refresh_rate", "leave": "_leave"},
-    "loggers.CSVLogger": {"save_dir": "_save_dir", **_LOGS, "flush_logs_every_n_steps": "_flush_logs_every_n_steps"},
-    "loggers.TensorBoardLogger": {
-        "save_dir": "_root_dir",
-        **_LOGS,
-        **{name: f"_{name}" for name in ("default_hp_metric", "log_graph", "sub_dir")},
-    },
-}
-"""Where an object of Lightning's keeps the arguments that it was made with."""
+_FINDINGS: Final = {
+    "callbacks.BatchSizeFinder": ("optimal_batch_size",),
+    "callbacks.EarlyStopping": ("best_score", "stopped_epoch", "wait_count"),
+    "callbacks.LearningRateFinder": ("optimal_lr",),
+    "callbacks.ModelCheckpoint": (
+        "best_k_models", "best_model_path", "best_model_score", "dirpath", "kth_best_model_path", "kth_value", "last_model_path",
+    ),
+    "loggers.CSVLogger": ("_version",),
+    "loggers.TensorBoardLogger": ("_version",),
+}  # fmt: skip
+"""What scripts read of the object that they gave, once the run is over."""
 
-
-_FINDINGS: Final[dict[str, dict[str, str]]] = {
-    "callbacks.EarlyStopping": {name: name for name in ("best_score", "stopped_epoch", "wait_count")},
-    "callbacks.ModelCheckpoint": {
-        **{
-            name: name
-            for name in ("best_k_models", "best_model_path", "best_model_score", "dirpath", "last_model_path")
-        },
-        **{name: name for name in ("kth_best_model_path", "kth_value")},
-    },
-    "loggers.CSVLogger": {"_version": "_version"},
-    "loggers.TensorBoardLogger": {"_version": "_version"},
-}
-"""What scripts read of the object that they gave, once the run is over, and where that keeps it."""
-
+_CADENCES: Final = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 _GIVEN: Final = "_given_as_lightnings"
 _LINE: Final = "_line_on_lightnings"
 
@@ -71,21 +74,16 @@ def adopted(value: Any) -> Any:
 
     Everything else is returned as it is.
     """
-    place = place_of(type(value))
-    if place is None:
-        return value
-    name = f"{place[0].partition('.')[0]}.{place[1]}"
-    if name not in _ARGUMENTS:
+    name = _known_as(value)
+    arguments = None if name is None else _arguments(value, _ARGUMENTS[name])
+    if name is None or arguments is None:
         return value
     module, _, kind = name.partition(".")
-    if not all(place in vars(value) for place in _ARGUMENTS[name].values()):
-        return value  # of a release that keeps them elsewhere
-    arguments = _arguments(value, _ARGUMENTS[name])
     ours = getattr(importlib.import_module(f"fabricamp.{module}"), kind)(**arguments)
     shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
     line = (
-        f"Lightning's {kind} runs as fabricamp.{module}.{kind}({shown}), which stands in trainer.{module}; the object that was "
-        "given is told its results where the run ends"
+        f"Lightning's {kind} runs as fabricamp.{name}({shown}), which stands in trainer.{module}; the object that was given is "
+        "told its results where the run ends"
     )
     vars(ours).update({_GIVEN: value, _LINE: line})
     return ours
@@ -100,11 +98,8 @@ def hand_back(parts: Iterable[object]) -> None:
     """Writes what callbacks and loggers have found into the objects of Lightning's that they stand for."""
     for ours in parts:
         given = vars(ours).get(_GIVEN)
-        if given is not None:
-            kind = type(given).__name__
-            module = "loggers" if f"loggers.{kind}" in _ARGUMENTS else "callbacks"
-            for name, place in _FINDINGS.get(f"{module}.{kind}", {}).items():
-                vars(given)[place] = getattr(ours, name)
+        for name in _FINDINGS.get(_known_as(given) or "", ()):
+            vars(given)[name] = getattr(ours, name)
 
 
 def own_loader(value: Any) -> Any:
@@ -127,13 +122,29 @@ def writes_predictions(callback: object) -> bool:
     )
 
 
-def _arguments(value: Any, places: dict[str, str]) -> dict[str, Any]:
-    found = {name: vars(value)[place] for name, place in places.items() if vars(value).get(place) is not None}
+def _known_as(value: object) -> str | None:
+    """Which of :data:`_ARGUMENTS` an object is of; a subclass of a user's is of none."""
+    place = place_of(type(value))
+    name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
+    return name if name in _ARGUMENTS else None
+
+
+def _arguments(value: object, names: Iterable[str]) -> dict[str, Any] | None:
+    """The arguments that ``value`` was made with, but for those that are our defaults; None where it keeps them elsewhere."""
+    kept = {"_save_dir": vars(value).get("_root_dir"), **vars(value)}
+    found = {}
+    for name in names:
+        place = f"_{name}" if f"_{name}" in kept else name
+        if place not in kept:
+            return None  # of another release
+        found[name] = kept[place]
+    found.update(found.pop("kwargs", {}))
     if "min_delta" in found:  # kept with the sign of its mode
         found["min_delta"] = abs(found["min_delta"])
-    cadences = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-    if any(found.get(name) for name in cadences):  # the others are kept as 0
-        found = {name: one for name, one in found.items() if name not in cadences or one}
     if found.get("name") == "":  # no folder of that name
         found["name"] = None
-    return {name: one for name, one in found.items() if not (name in ("log_graph", "prefix", "sub_dir") and not one)}
+    if any(found.get(name) for name in _CADENCES):  # the others are kept as 0
+        found.update({name: None for name in _CADENCES if not found[name]})
+    home, _, kind = str(_known_as(value)).partition(".")
+    ours = inspect.signature(getattr(importlib.import_module(f"fabricamp.{home}"), kind)).parameters
+    return {name: one for name, one in found.items() if name not in ours or one != ours[name].default}

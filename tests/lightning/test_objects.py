@@ -367,12 +367,36 @@ def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["DeviceStatsMonitor", "ModelSummary", "RichModelSummary", "TQDMProgressBar", "RichProgressBar"]
+    "name",
+    [
+        "BackboneFinetuning",
+        "BatchSizeFinder",
+        "DeviceStatsMonitor",
+        "LearningRateFinder",
+        "ModelSummary",
+        "RichModelSummary",
+        "TQDMProgressBar",
+        "RichProgressBar",
+    ],
 )
 def test_each_other_callback_becomes_ours(name):
     callbacks = fabricamp.Trainer(accelerator="cpu", logger=False, callbacks=getattr(pl.callbacks, name)()).callbacks
     assert [type(one) for one in callbacks].count(getattr(fabricamp.callbacks, name)) == 1
     assert not any(isinstance(one, pl.Callback) for one in callbacks)
+
+
+def test_arguments_that_are_none_or_options_arrive(tmp_path):
+    from lightning.pytorch import callbacks, loggers
+
+    logger = loggers.TensorBoardLogger(tmp_path, name="", prefix="mine", flush_secs=7)
+    finder = callbacks.LearningRateFinder(early_stop_threshold=None, num_training_steps=30)
+    trainer = quiet_trainer(max_epochs=1, logger=logger, callbacks=finder)
+    assert (trainer.callbacks[0].early_stop_threshold, trainer.callbacks[0].num_training_steps) == (None, 30)
+    trainer.fit(pair(Steps)[0](), data())
+    assert finder.optimal_lr.suggestion() == trainer.callbacks[0].optimal_lr.suggestion()
+    assert logger.log_dir == trainer.logger.log_dir == str(tmp_path / "version_0")
+    with pytest.raises(ConfigError, match="TensorBoardLogger has no option 'nonsense'"):
+        quiet_trainer(logger=loggers.TensorBoardLogger(tmp_path, nonsense=7))
 
 
 def test_callbacks_of_configure_callbacks_become_ours_too():
