@@ -8,11 +8,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import signal
+import sys
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Each process that a test starts would compile the package's sources anew, and this one the tests'.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell that starts us in the background has SIGINT ignored, and what we start would inherit that: Ctrl-C is tested there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

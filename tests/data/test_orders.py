@@ -74,10 +74,20 @@ def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None):
             if feed.last:
                 feed.finish()
             if (epoch, done) == cut:
-                return {**feed.state_dict(done), "rng": torch.get_rng_state()}
+                state = {**feed.state_dict(done), "rng": torch.get_rng_state()}
+                let_go(feed, loader)
+                return state
         behind = 0
         found += [(epoch, batch.tolist(), drawn()) for batch in Feed(validation())]
+    let_go(feed, loader)
     return None
+
+
+def let_go(feed, loader):
+    """Ends the workers, those that stay too: where the collector does it, their queues may be gone, and it waits for 5 s each."""
+    feed.close()
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator._shutdown_workers()
 
 
 LOADERS = {

@@ -120,7 +120,8 @@ def test_a_rank_that_raises():
     assert told.count("ValueError: rank one is unwell") == 1
 
 
-def test_a_rank_that_raises_beside_one_that_notices_nothing():
+def test_a_rank_that_raises_beside_one_that_notices_nothing(monkeypatch):
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 1.0)  # the other one would never end by itself
     told = failure_of("raises beside one that is busy", LONG)
     assert "rank 1 ended with exit code 1" in told
     assert "ValueError: rank one is unwell" in told
@@ -257,7 +258,9 @@ class Dies(Callback):
             threading.Event().wait()
 
 
-def test_a_rank_that_dies_beside_one_that_notices_nothing(tmp_path, capfd):
+def test_a_rank_that_dies_beside_one_that_notices_nothing(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 1.0)  # the other one would never end by itself
+
     def job(_armed):
         fit("", devices="auto", callbacks=[Dies()], strategy=DDP(timeout=20))
 
