@@ -22,6 +22,15 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
 }
 MATRIX = list(itertools.product(LEVELS, ACCUMULATE, CLIPS, OPTIMIZERS))
+# Each half has every pair of options, and each combination is in one of them.
+HALVES = [
+    [
+        one
+        for one, places in zip(MATRIX, itertools.product(*map(range, (6, 2, 3, 2))), strict=True)
+        if sum(places) % 2 == half
+    ]
+    for half in range(2)
+]
 
 # How far apart two runs may be, as a share of the way from the first weights: sums of half gradients round differently.
 TOLERANCE = {"O0": 2e-6, "O1": 0.002, "O2": 0.002, "O3": 0.03, "O4": 0.015, "O5": 0.015}
@@ -70,11 +79,12 @@ def fitted(combination, strategy, seed, batch_size, *, max_epochs=2, ckpt_path=N
     return before, flat(module), trainer.skipped_steps
 
 
-def on_two_ranks(strategy, folder):
+def on_two_ranks(strategy, matrix, folder):
     """The matrix, each rank with a seed of its own; a part of it once more, stopped after an epoch and gone on with."""
     rank = dist.get_rank()
     weights, problems = {}, []
-    for index, combination in enumerate(MATRIX):
+    for combination in matrix:
+        index = MATRIX.index(combination)
         _, straight, skipped = fitted(combination, strategy, 100 * rank + index, 4)
         weights[combination] = straight, skipped
         if combination[1:3] != (3, ("norm", 0.5)):
@@ -87,23 +97,32 @@ def on_two_ranks(strategy, folder):
     return weights, problems
 
 
-@pytest.fixture(scope="module", params=["ddp", "delayed_ddp"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("ddp", HALVES[0]), id="ddp"),
+        pytest.param(("delayed_ddp", HALVES[1]), id="delayed_ddp"),
+        pytest.param(("ddp", MATRIX), id="ddp, all", marks=pytest.mark.slow),
+        pytest.param(("delayed_ddp", MATRIX), id="delayed_ddp, all", marks=pytest.mark.slow),
+    ],
+)
 def ranks(request, tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, request.param, tmp_path_factory.mktemp("matrix"), timeout=280.0)
+        return run_ranks(on_two_ranks, 2, *request.param, tmp_path_factory.mktemp("matrix"), timeout=280.0)
 
 
 def test_both_ranks_end_with_the_same_bits(ranks):
     (first, _), (second, _) = ranks
-    assert [one for one in MATRIX if not torch.equal(first[one][0], second[one][0])] == []
+    assert len(first) >= len(MATRIX) / 2
+    assert [one for one in first if not torch.equal(first[one][0], second[one][0])] == []
 
 
 def test_two_ranks_train_what_one_process_trains_on_the_joined_batch(ranks):
     weights, _ = ranks[0]
     far = {}
-    for index, combination in enumerate(MATRIX):
-        before, alone, skipped = fitted(combination, "single", index, 8)
+    for combination in weights:
+        before, alone, skipped = fitted(combination, "single", MATRIX.index(combination), 8)
         together, skipped_together = weights[combination]
         moved = (alone - before).norm()
         apart = float((together - alone).norm() / moved)
