@@ -20,7 +20,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "plot", "runs", "verify", "doctor")
+COMMANDS = (*RUNS, "plot", "runs", "verify", "export", "doctor")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -52,6 +52,7 @@ examples:
   fabricamp plot runs/version_0 runs/version_1 --out both.png
   fabricamp runs runs                                 (the runs in this folder, and how they ended)
   fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
+  fabricamp export last.ckpt --to weights.safetensors
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
@@ -77,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
             )
             parser.error(f"{options.command} takes {taken}, given: {' '.join(unknown)}")
-        return {"plot": _plot, "runs": _list_runs, "verify": _verify, "doctor": _doctor}[options.command](options)
+        return {"plot": _plot, "runs": _list_runs, "verify": _verify, "export": _export, "doctor": _doctor}[
+            options.command
+        ](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
 
@@ -119,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plot(commands)
     _add_runs(commands)
     _add_verify(commands)
+    _add_export(commands)
     about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
     doctor = commands.add_parser(
         "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
@@ -176,6 +180,45 @@ def _verify(options: argparse.Namespace) -> int:
     print(what)
     print("bitwise equal" if difference is None else difference)
     return 0 if difference is None else 1
+
+
+def _add_export(commands: Any) -> None:
+    about = "write the weights of a checkpoint (.pt, .safetensors), or the module with them (.pt2, .onnx)"
+    export = commands.add_parser(
+        "export", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+    )
+    export.add_argument("checkpoint", help="a Trainer's file, of any opt level")
+    export.add_argument("--to", required=True, metavar="FILE", help="its suffix decides the format")
+    export.add_argument("--dtype", metavar="NAME", help="fp32, fp16, bf16 or fp64; by default what was trained")
+    export.add_argument("--module", metavar="package.Class", help="the module's class, for .pt2 and .onnx")
+    export.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="2,3,224,224",
+        help="the shape of an input; one for each of forward's",
+    )
+
+
+def _export(options: argparse.Namespace) -> int:
+    import torch
+
+    from fabricamp.config import locate
+    from fabricamp.export import export
+
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does for a script
+    module: Any = locate(options.module, "--module") if options.module else None
+    try:
+        inputs = [
+            torch.randn([int(size) for size in shape.split(",")], dtype=torch.float32, device="cpu")
+            for shape in options.input
+        ]
+    except ValueError:
+        raise ConfigError(
+            f"--input {' '.join(options.input)}: write sizes with commas between them, as in 2,3,224,224"
+        ) from None
+    print(export(options.checkpoint, options.to, module=module, inputs=inputs, dtype=options.dtype))
+    return 0
 
 
 def _plot(options: argparse.Namespace) -> int:

@@ -114,7 +114,7 @@ def build_parts(content: Mapping[str, Any]) -> Parts:
         *(callbacks if isinstance(callbacks, list) else [callbacks]),
         SaveConfig(content.written, private=content.private),
     ]
-    trainer = _locate(arguments.pop(TARGET), "trainer")(**arguments)
+    trainer = locate(arguments.pop(TARGET), f"trainer.{TARGET}")(**arguments)
     module, data = (_build_part(content, name) for name in ("module", "data"))
     return Parts(trainer, module, data, content.get("ckpt_path"))
 
@@ -230,7 +230,7 @@ def _section_meant(key: str) -> str:
 def _check_node(node: Any, where: str, kind: type | None = None) -> None:
     """Checks everything with a ``_target_`` in ``node``, the outermost first."""
     if isinstance(node, dict) and TARGET in node:
-        target = _locate(node[TARGET], where)
+        target = locate(node[TARGET], f"{where}.{TARGET}")
         if kind is not None and isinstance(target, type) and not issubclass(target, kind):
             raise ConfigError(
                 f"{where}.{TARGET}={node[TARGET]!r} is no {kind.__name__}; derive the class from fabricamp.{kind.__name__}"
@@ -266,19 +266,19 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
             raise ConfigError(f"{where}.{key} is missing, and {name} needs it; add {where}.{key}=VALUE")
 
 
-def _locate(target: Any, where: str) -> Callable[..., Any]:
-    """Returns the class or function with this dotted name."""
+def locate(target: Any, where: str) -> Callable[..., Any]:
+    """Returns the class or function with this dotted name, which stands at ``where``; raises :class:`ConfigError`."""
     words = target.split(".") if isinstance(target, str) else []
     if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{where}.{TARGET}={target!r} is no dotted name; write package.module.Class")
+        raise ConfigError(f"{where}={target!r} is no dotted name; write package.module.Class")
     found, rest = _import_longest(words, where)
     for word in rest:
         if not hasattr(found, word):
             near = nearest(word, _nameable(found, last=word is rest[-1]))
-            raise ConfigError(f"{where}.{TARGET}={target!r}: {found.__name__} has no {word!r}{near}")
+            raise ConfigError(f"{where}={target!r}: {found.__name__} has no {word!r}{near}")
         found = getattr(found, word)
     if not callable(found):
-        raise ConfigError(f"{where}.{TARGET}={target!r} is a {type(found).__name__}; name a class or a function")
+        raise ConfigError(f"{where}={target!r} is a {type(found).__name__}; name a class or a function")
     return found  # type: ignore[no-any-return]
 
 
@@ -299,7 +299,7 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     raise ConfigError(
-        f"{where}.{TARGET}={'.'.join(words)!r}: there is no module {words[0]!r} among those that are "
+        f"{where}={'.'.join(words)!r}: there is no module {words[0]!r} among those that are "
         f"installed, or lie beside the configuration or in a folder of import_from{nearest(words[0], _modules_nearby())}"
     )
 
@@ -326,7 +326,7 @@ def _build(node: Any, where: str) -> Any:
     built = {key: _build(value, f"{where}.{key}") for key, value in node.items()}
     if TARGET not in built:
         return built
-    target = _locate(built.pop(TARGET), "")
+    target = locate(built.pop(TARGET), TARGET)
     try:
         return target(**built)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,165 @@
+"""``fabricamp export``: the weights of a checkpoint, or the module with them, in files that others read."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fabricamp.module import TrainingModule
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+WEIGHTS, GRAPHS = (".pt", ".safetensors"), (".pt2", ".onnx")
+_PACKAGES = {".safetensors": ("safetensors",), ".onnx": ("onnx", "onnxscript")}
+
+
+def export(
+    checkpoint: str | Path,
+    to: str | Path,
+    *,
+    module: type[TrainingModule] | None = None,
+    inputs: Sequence[Tensor] = (),
+    dtype: str | None = None,
+) -> str:
+    """Writes what a checkpoint holds of the model, at any opt level, and says what it wrote.
+
+    ``.pt`` (``torch.load``) and ``.safetensors`` get the weights by their names; ``.pt2`` (``torch.export.load``) and ``.onnx`` the
+    module's ``forward`` too, in evaluation mode, whose first dimension may vary where the module lets it.
+
+    Args:
+        checkpoint: the file, or a URL.
+        to: the file to write; its suffix decides the format.
+        module: the class of the module, for ``.pt2`` and ``.onnx``: a checkpoint names no code.
+        inputs: what ``forward`` takes; empty is the module's ``example_input_array``.
+        dtype: "fp32", "fp16", "bf16" or "fp64" for all floating weights; None is what was trained: fp32 (at O2 and O5 the masters),
+            half at O3 and the half ``true`` precisions.
+
+    Raises:
+        ConfigError: where the format is not known, a package is missing, or ``module`` or ``inputs`` are needed.
+        CheckpointError: for a file that is no checkpoint, or cannot be written.
+
+    Example:
+        >>> export("last.ckpt", "weights.safetensors", dtype="bf16")  # doctest: +SKIP
+    """
+    path = _checked(Path(to).expanduser(), dtype)
+    content = read_checkpoint(checkpoint)
+    weights = content.get("state_dict")
+    if not isinstance(weights, dict):
+        raise CheckpointError(
+            f"{checkpoint} holds no 'state_dict' (it has {sorted(content)}); give a Trainer's checkpoint"
+        )
+    wanted = _trained(content.get("amp")) if dtype is None else DTYPES[dtype]
+    weights = {name: _as(value, wanted) for name, value in weights.items()}
+    if path.suffix in WEIGHTS:
+        _put(path, lambda file: _write_weights(file, path.suffix, weights))
+        return f"{path}: {len(weights)} tensors, {_dtypes(weights)}"
+    if module is None:
+        raise ConfigError(
+            f"{path.name} holds the module's forward too, and a checkpoint names no code: give its class (--module)"
+        )
+    program = _program(_module(module, str(checkpoint), weights), inputs)
+    _put(path, lambda file: _write_program(file, path.suffix, program))
+    return f"{path}: {module.__name__}.forward, {_dtypes(weights)}"
+
+
+def _checked(path: Path, dtype: str | None) -> Path:
+    if path.suffix not in (*WEIGHTS, *GRAPHS):
+        raise ConfigError(f"{str(path)!r} has no known format; end it in {', '.join((*WEIGHTS, *GRAPHS))}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not known (known: {', '.join(DTYPES)})")
+    missing = [name for name in _PACKAGES.get(path.suffix, ()) if importlib.util.find_spec(name) is None]
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{path} cannot be written: there is no folder {path.parent}; make it, or give another one"
+        )
+    if missing:
+        raise ConfigError(f"{path.name} is written by packages that are not installed: pip install {' '.join(missing)}")
+    return path
+
+
+def _trained(amp: Any) -> torch.dtype | None:
+    """The dtype of all floating weights where there was one; a file of O3 holds fp32 for those that no step has changed."""
+    if not isinstance(amp, dict) or amp.get("level") != "O3":
+        return None
+    found = getattr(torch, str(amp.get("cast_model_type")), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _as(value: Any, dtype: torch.dtype | None) -> Any:
+    """The tensor with memory of its own, floating ones as ``dtype``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to(device="cpu", dtype=wanted, copy=True).contiguous()
+
+
+def _dtypes(weights: dict[str, Any]) -> str:
+    floating = {
+        value.dtype for value in weights.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    return ", ".join(sorted(str(one).removeprefix("torch.") for one in floating)) or "no floating tensors"
+
+
+def _module(kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any]) -> TrainingModule:
+    """The module with these very tensors: loading alone would give them its own dtype."""
+    module = kind.load_from_checkpoint(checkpoint).eval()
+    module.load_state_dict(weights, strict=False, assign=True)
+    return module
+
+
+def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    given: Any = tuple(inputs) or module.example_input_array
+    if given is None:
+        raise ConfigError(
+            f"forward of {type(module).__name__} needs an example of its inputs: give their shapes (--input 2,3,224,224), or set "
+            "self.example_input_array in __init__"
+        )
+    given = given if isinstance(given, tuple) else (given,)
+    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    given = tuple(one.cpu().to(dtype) if one.is_floating_point() else one.cpu() for one in given)
+    batches: Any = tuple({0: torch.export.Dim.AUTO} if one.ndim else None for one in given)
+    with torch.no_grad():
+        return torch.export.export(module, given, dynamic_shapes=batches)
+
+
+def _write_weights(file: Path, suffix: str, weights: dict[str, Any]) -> None:
+    if suffix == ".pt":
+        torch.save(weights, file)
+        return
+    others = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ConfigError(f"safetensors holds tensors alone, and {', '.join(others)} is none; write a .pt file")
+    from safetensors.torch import save_file
+
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _write_program(file: Path, suffix: str, program: torch.export.ExportedProgram) -> None:
+    if suffix == ".pt2":
+        torch.export.save(program, file)
+        return
+    graph = torch.onnx.export(program, verbose=False)
+    assert graph is not None
+    graph.save(file)
+
+
+def _put(path: Path, write: Callable[[Path], None]) -> None:
+    """Puts the new file in its place once it is whole."""
+    unfinished = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        write(unfinished)
+        unfinished.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; give another file") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
