@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.checkpoint import plain
 from fabricamp.engine import surroundings
 from fabricamp.files import replace_text
+from fabricamp.hyperparameters import kept_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,10 +93,11 @@ def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
 
 def _beginning(session: Session) -> dict[str, Any]:
     trainer, module = session.trainer, session.module
-    owners = [one for one in (session.source.datamodule, module) if one is not None and one.logs_hyperparameters]
+    owners = [kept_by(one) for one in (session.source.datamodule, module) if one is not None]
     hyperparameters: dict[str, Any] = {}
     for owner in owners:
-        hyperparameters |= plain(owner.hparams, private=owner.hparams_private)
+        if owner.logged:
+            hyperparameters |= plain(owner.values, private=owner.private)
     return {
         "status": "running",
         "started": _now(),

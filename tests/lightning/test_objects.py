@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import sys
 
@@ -351,6 +352,8 @@ def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     trainer.fit(pair(Steps)[0](), data(), data())
     shown = capsys.readouterr().out
+    assert json.loads((tmp_path / "csv" / "version_0" / "run.json").read_text())["hyperparameters"] == {"lr": 0.1}
+    assert (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
     words = "runs as fabricamp.callbacks.EarlyStopping(monitor='v', min_delta=0.25, patience=2"
     assert shown.count(words) == 1
     assert "Lightning's CSVLogger runs as fabricamp.loggers.CSVLogger(" in shown
