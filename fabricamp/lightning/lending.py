@@ -55,13 +55,13 @@ class Loan(Attachment):
     def __init__(self, module: nn.Module, trainer: Trainer, metrics: Metrics) -> None:
         super().__init__()
         self.trainer, self.metrics = trainer, metrics
-        self._borrowers: list[tuple[Any, dict[str, Any]]] = []
+        self._borrowers: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         for one in module.modules():
             if lightnings_base(type(one)) is not None:
-                lent = self._lent(one)
+                lent = self._lent(one) | {"_trainer": _trainer_face(trainer, one, self)}
+                self._borrowers.append((one, lent, {name: vars(one)[name] for name in lent if name in vars(one)}))
                 # Past nn.Module's own __setattr__: these are neither parameters nor submodules.
-                vars(one).update(lent, _trainer=_trainer_face(trainer, one, self))
-                self._borrowers.append((one, lent))
+                vars(one).update(lent)
 
     def _lent(self, module: Any) -> dict[str, Any]:
         """Attributes of the object, where neither it nor its class has its own; the class stays as it is."""
@@ -77,11 +77,11 @@ class Loan(Attachment):
 
     def release(self) -> None:
         """Takes back what was lent; a second time changes nothing."""
-        for one, lent in self._borrowers:
+        for one, lent, before in self._borrowers:
             for name, value in lent.items():
                 if vars(one).get(name) is value:
                     del vars(one)[name]
-            vars(one).update(_trainer=None, _current_fx_name=None)
+            vars(one).update(before, _current_fx_name=None)
         self._borrowers = []
 
 

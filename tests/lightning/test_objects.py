@@ -179,6 +179,23 @@ def test_what_it_was_lent_is_taken_back_and_never_copied(lr, monkeypatch):
     assert pl.LightningModule.log.__module__ == "lightning.pytorch.core.module"
 
 
+def test_a_run_within_a_run_gives_back_what_was_lent_before():
+    class Asks(Steps, pl.LightningModule):
+        def on_train_epoch_end(self):
+            self.found = quiet_trainer().validate(self, data(), verbose=False)
+            self.log("behind", self.trainer.max_epochs)
+
+    module, trainer = Asks(), quiet_trainer(max_epochs=2)
+    module.trainer = before = pl.Trainer(
+        logger=False, accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module, data())
+    assert trainer.callback_metrics["behind"] == 2
+    assert module.found[0].keys() == {"v"}
+    assert module.trainer is before
+    assert not vars(module).keys() & LENT
+
+
 def test_no_hook_of_the_base_is_taken_for_the_users():
     class Bare(pl.LightningModule):
         def training_step(self, batch, batch_idx):
