@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 import os
 import random
 import re
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from collections import OrderedDict
@@ -171,32 +172,30 @@ def test_copy_where_the_file_system_has_no_second_names(tmp_path, monkeypatch):
     assert not (tmp_path / "b.ckpt").samefile(tmp_path / "a.ckpt")
 
 
-WRITER = """
-    import sys, torch
-    from fabricamp.checkpoint import write_checkpoint
-    print("ready", flush=True)
-    count = 0
-    while True:
-        count += 1
+def write_for_ever(folder, sending):
+    sending.send("ready")
+    for count in itertools.count(1):
         for name in ("a", "b"):
-            write_checkpoint(f"{sys.argv[1]}/{name}.ckpt", {"state_dict": {"weight": torch.full((2_000_000,), float(count))}})
-            print(count, flush=True)
-"""
+            write_checkpoint(
+                folder / f"{name}.ckpt", {"state_dict": {"weight": torch.full((2_000_000,), float(count))}}
+            )
+            sending.send(count)
 
 
 def test_kill_9_during_writes_leaves_files_that_load_or_are_ignored_by_name(tmp_path):
     pauses = random.Random(0)
+    forks = multiprocessing.get_context("fork")
     for _ in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE
-        )
-        assert writer.stdout is not None
+        receiving, sending = forks.Pipe(duplex=False)
+        writer = forks.Process(target=write_for_ever, args=(tmp_path, sending))
+        writer.start()
+        sending.close()
         for _ in range(3):
-            writer.stdout.readline()
+            receiving.recv()
         time.sleep(pauses.uniform(0, 0.1))
         writer.kill()
-        writer.wait()
-        writer.stdout.close()
+        writer.join()
+        receiving.close()
         for name in names(tmp_path):
             if name.endswith(PARTIAL_SUFFIX):
                 continue
