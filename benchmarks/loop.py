@@ -1,0 +1,296 @@
+"""Wall time of a training step: by hand, as a bare CUDA graph, through Lightning, and through the Trainer, eager and as a graph.
+
+    python benchmarks/loop.py [--only mlp,resnet50-8,...] [--rounds 3] [--out results.json] [--quick]
+
+All ways share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied without a wait.  At O1
+torch's ways have autocast and a GradScaler, all of it within the bare graph too; O2 stands beside the same.  The Trainer and
+Lightning have everything on: bar, logger, a checkpoint callback with nothing to save in the measured steps, a `self.log` in each.
+Rounds are interleaved and each figure is the median.  With `--out`, cells that the file has are left out: a run may be cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpt_curves import Sizes, torch_loss
+from benchmarks.models import resnet50
+from fabricamp import Callback, Trainer, TrainingModule
+from fabricamp.optimizers import FusedAdam
+
+WARM_UP = 30
+PRECISIONS = ("O0", "O1", "O2")
+
+
+class Batches:
+    """A loader without workers: lists would be several loaders to Lightning."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Case(NamedTuple):
+    """A network, its batches on the host, and how many steps are measured."""
+
+    network: object
+    batches: object
+    loss: object
+    steps: int
+
+    def loader(self, steps):
+        """Batches in pinned memory, a few that come again and again."""
+        torch.manual_seed(0)
+        few = [tuple(one.pin_memory() for one in self.batches()) for _ in range(4)]
+        return Batches([few[number % 4] for number in range(steps)])
+
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+
+
+def images(batch):
+    def make():
+        x = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+        return x, torch.randint(0, 1000, (batch,))
+
+    return make
+
+
+def words(batch):
+    return lambda: (torch.randint(0, 50257, (batch, 513)),)
+
+
+def classify(network, x, y):
+    return F.cross_entropy(network(x), y)
+
+
+def predict(network, windows):
+    return network(windows[:, :-1], windows[:, 1:])
+
+
+def gpt(batch):
+    sizes = Sizes(50304, context=512, layers=12, width=768, heads=12, batch=batch)
+    return lambda: sizes.network(torch.device("cpu"), loss=torch_loss)
+
+
+CASES = {
+    "mlp": Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 600),
+    **{
+        f"resnet50-{batch}": Case(
+            lambda: resnet50().to(memory_format=torch.channels_last), images(batch), classify, 40 if batch > 64 else 80
+        )
+        for batch in (8, 64, 256)
+    },
+    **{f"gpt2-{batch}": Case(gpt(batch), words(batch), predict, 60 if batch == 1 else 30) for batch in (1, 16)},
+}
+QUICK = Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 20)
+
+
+class Stopwatch(Callback):
+    """Times the steps behind the first ``WARM_UP``, the device's work included, and nothing of what follows the last."""
+
+    def __init__(self, steps):
+        self.last = WARM_UP + steps - 1
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        """Starts behind the warm-up, and stops behind the last step."""
+        if batch_idx == WARM_UP - 1:
+            torch.cuda.synchronize()
+            self.start = time.perf_counter()
+        elif batch_idx == self.last:
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.start
+
+
+def by_hand(case, precision, *, graph):
+    """A loop as one writes it; ``graph``: its step captured, and two copies and a replay a step."""
+    amp = precision != "O0"
+    torch.manual_seed(0)
+    network = case.network().cuda()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True, capturable=graph)
+    scaler = torch.amp.GradScaler(enabled=amp)
+    loader = case.loader(WARM_UP + case.steps).batches
+
+    def step(*batch):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16, enabled=amp):
+            loss = case.loss(network, *batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if graph else contextlib.nullcontext():
+        for batch in loader[:WARM_UP]:
+            step(*(one.cuda(non_blocking=True) for one in batch))
+        run = step
+        if graph:
+            inputs = [one.cuda() for one in loader[0]]
+            captured = torch.cuda.CUDAGraph()
+            optimizer.zero_grad()
+            with torch.cuda.graph(captured, stream=stream):
+                step(*inputs)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for batch in loader[WARM_UP:]:
+            if graph:
+                for own, one in zip(inputs, batch, strict=True):
+                    own.copy_(one, non_blocking=True)
+                captured.replay()
+            else:
+                run(*(one.cuda(non_blocking=True) for one in batch))
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def module_of(case, base, optimizer):
+    """The case as a module of ``base``: ours, or Lightning's."""
+
+    class Module(base):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.network = case.network()
+
+        def training_step(self, batch, batch_idx):
+            loss = case.loss(self.network, *batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return optimizer(self.parameters())
+
+    return Module()
+
+
+def ours(case, precision, *, graph):
+    watch = Stopwatch(case.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="gpu", devices=1, precision=precision, max_epochs=1, default_root_dir=folder, callbacks=[watch],
+            gradient_clip_val=1.0, cuda_graph=graph,
+        )  # fmt: skip
+        module = module_of(case, TrainingModule, lambda parameters: FusedAdam(parameters, lr=1e-4, weight_decay=0.01))
+        trainer.fit(module, case.loader(WARM_UP + case.steps))
+    return watch.seconds
+
+
+def lightnings(case, precision):
+    import lightning.pytorch as pl
+
+    class Watch(pl.Callback):
+        __init__ = Stopwatch.__init__
+        on_train_batch_end = Stopwatch.on_train_batch_end
+
+    watch = Watch(case.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            accelerator="gpu", devices=1, precision="32-true" if precision == "O0" else "16-mixed", max_epochs=1,
+            default_root_dir=folder, callbacks=[watch], gradient_clip_val=1.0,
+        )  # fmt: skip
+        module = module_of(
+            # It refuses fused optimizers where it scales and clips.
+            case,
+            pl.LightningModule,
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=precision == "O0"),
+        )
+        trainer.fit(module, case.loader(WARM_UP + case.steps))
+    return watch.seconds
+
+
+WAYS = {
+    "by hand": lambda case, precision: by_hand(case, precision, graph=False),
+    "bare graph": lambda case, precision: by_hand(case, precision, graph=True),
+    "Lightning": lightnings,
+    "fabricamp": lambda case, precision: ours(case, precision, graph=False),
+    "fabricamp, graph": lambda case, precision: ours(case, precision, graph=True),
+}
+
+
+def measure(case, precision, rounds):
+    """Milliseconds a step of each way, the median of interleaved rounds; a way that cannot run is left out, with its error."""
+    found = {name: [] for name in WAYS}
+    missing = {}
+    for _ in range(rounds):
+        for name, way in WAYS.items():
+            if name in missing:
+                continue
+            gc.collect()
+            torch.cuda.empty_cache()
+            try:
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    seconds = way(case, precision)
+            except (ImportError, RuntimeError) as error:
+                missing[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                print(name, missing[name], flush=True)
+                continue
+            found[name].append(1000 * seconds / case.steps)
+    return {name: round(statistics.median(values), 4) for name, values in found.items() if values}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the results as JSON too, after each cell")
+    parser.add_argument("--quick", action="store_true", help="a few steps of the smallest network: shows that it works")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in ("fabricamp", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
+    done = {(row["network"], row["precision"]) for row in rows}
+    for network in ["mlp"] if arguments.quick else arguments.only.split(","):
+        for precision in arguments.precisions.split(","):
+            if (network, precision) in done:
+                continue
+            case = QUICK if arguments.quick else CASES[network]
+            times = measure(case, precision, arguments.rounds)
+            rows.append({"network": network, "precision": precision, "wall_ms": times})
+            print(network, precision, times, flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps({**about(arguments), "rows": rows}, indent=1) + "\n")
+
+
+def about(arguments):
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": "python benchmarks/loop.py",
+        "rounds": arguments.rounds,
+    }
+
+
+if __name__ == "__main__":
+    main()
