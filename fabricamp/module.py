@@ -20,6 +20,7 @@ from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.precision.base import Clip
 from fabricamp.precision.plain_step import clip_gradients
 from fabricamp.say_once import say_once
+from fabricamp.torchscript import TorchScriptMixin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 
-class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
+class TrainingModule(HyperparametersMixin, TorchScriptMixin, ModuleHooks, nn.Module):
     """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
 
     Write ``training_step`` and ``configure_optimizers``, and what you need of the other steps, loaders and hooks.
@@ -58,7 +59,6 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
     strict_loading: bool = True
     """False: a checkpoint may have other weights than the module; those of the same name are loaded."""
-    example_input_array: Any = None
     _attachment: Attachment = DETACHED
 
     def attach(self, trainer: Trainer, metrics: Metrics, *, fits: bool) -> Attachment:

@@ -14,7 +14,6 @@ import pytest
 from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
 MISSING = {
-    "export_torchscript": "LightningModule.to_torchscript",
     "weight_averaging": "callbacks.StochasticWeightAveraging",
 }
 """Programs that wait for a feature, by what is missing."""

@@ -1,0 +1,97 @@
+"""A module's ``forward`` as TorchScript."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from fabricamp.engine.attachment import Attachment
+from fabricamp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_METHODS = ("script", "trace")
+
+
+class TorchScriptMixin:
+    """Gives a module :meth:`to_torchscript`."""
+
+    example_input_array: Any = None
+    """What ``forward`` takes, as a tensor or a tuple of its arguments: for exports that are given no other."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if TorchScriptMixin in cls.__bases__:  # TrainingModule: forwards may use properties of classes below it
+            names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
+            # torch.jit.script would look at each of them, and compile it.
+            cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
+            cls.__jit_ignored_attributes__ = [*names, "_attachment"]  # type: ignore[attr-defined]  # likewise
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str | None = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns ``forward`` in evaluation mode as a ScriptModule, and writes it where a path is given.
+
+        Args:
+            file_path: the file for ``torch.jit.load``; None writes none.
+            method: "script" compiles the source, "trace" records what happens to ``example_inputs``.
+            example_inputs: a tensor, or a tuple of arguments; None stands for ``example_input_array``.
+            **kwargs: further arguments of ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            ConfigError: for another method, or a trace without inputs.
+
+        Example:
+            >>> module.to_torchscript("model.pt")  # doctest: +SKIP
+        """
+        if method not in _METHODS:
+            raise ConfigError(f"method={method!r} is not known{nearest(method, _METHODS)} (known: 'script', 'trace')")
+        inputs = self._inputs(example_inputs) if method == "trace" else None
+        with self._evaluated() as module, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # who calls this has chosen TorchScript
+            script = (
+                torch.jit.script(module, **kwargs) if method == "script" else torch.jit.trace(module, inputs, **kwargs)
+            )
+            if file_path is not None:
+                Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+                torch.jit.save(script, str(file_path))
+        return script
+
+    def _inputs(self, given: Any) -> Any:
+        """The inputs on the module's device, through the hooks that move batches."""
+        own = cast("Any", self)
+        inputs = own.example_input_array if given is None else given
+        if inputs is None:
+            raise ConfigError(
+                "to_torchscript(method='trace') takes an input to run forward on; give example_inputs=, or set "
+                "self.example_input_array"
+            )
+        inputs = own.on_before_batch_transfer(inputs, 0)
+        return own.on_after_batch_transfer(own.transfer_batch_to_device(inputs, own.device, 0), 0)
+
+    @contextlib.contextmanager
+    def _evaluated(self) -> Iterator[nn.Module]:
+        """The module in evaluation mode, without gradients, in no run; after it all is as it was."""
+        module = cast("nn.Module", self)
+        modes, attachment = [(one, one.training) for one in module.modules()], cast("Any", self)._attachment
+        # torch looks at every attribute, and takes those for missing that raise an AttributeError: so do this one's.
+        nowhere = Attachment()
+        nowhere.trainer = cast("Any", object())
+        object.__setattr__(module, "_attachment", nowhere)
+        try:
+            with torch.no_grad():
+                yield module.eval()
+        finally:
+            object.__setattr__(module, "_attachment", attachment)
+            for one, training in modes:
+                one.training = training
