@@ -273,7 +273,7 @@ def test_sigterm_to_the_starter(tmp_path):
     process = trained_by(tmp_path, "script")
     try:
         process.send_signal(signal.SIGTERM)
-        code, out, err = finish(process, timeout=90)
+        code, out, err = finish(process)
     finally:
         end(process)
     assert code == 143, (out, err)
@@ -289,4 +289,4 @@ def test_workers_whose_starter_is_killed_are_killed_too(tmp_path):
     """tests/launch has the short version."""
     process = trained_by(tmp_path, "spawn")
     process.kill()
-    finish(process, timeout=40)  # its workers hold its pipes open as long as they live
+    finish(process)  # its workers hold its pipes open as long as they live
