@@ -93,12 +93,12 @@ def distance(before, one, other):
 
 
 PRODUCT = list(itertools.product(["O0", "O2"], ["sgd", "fused"], [(1, None), (3, 0.5)], OPTIONS))
-HALF = [
+# Neither Adam nor a clipped norm shows that gradients are too large: SGD without has every option.
+FEWER = [
     one
-    for one, places in zip(PRODUCT, itertools.product(*map(range, (2, 2, 2, len(OPTIONS)))), strict=True)
-    if sum(places) % 2 == 0
+    for one in PRODUCT
+    if one[1:3] in (("sgd", (1, None)), ("fused", (3, 0.5))) or one[3] in ("delayed", "overlapped")
 ]
-"""Has every three of level, optimizer, accumulation and options of DelayedDDP."""
 MORE = [
     *itertools.product(["O1", "O3", "O4", "O5"], ["fused"], [(1, 0.5)], ["delayed", "overlapped"]),
     *itertools.product(["O0", "O2"], ["lamb", "larc"], [(1, None)], ["delayed"]),
@@ -125,7 +125,9 @@ def every_case(cases):
     return far
 
 
-@pytest.mark.parametrize("cases", [[*HALF, *MORE], pytest.param(PRODUCT, marks=pytest.mark.slow)], ids=["half", "all"])
+@pytest.mark.parametrize(
+    "cases", [[*FEWER, *MORE], pytest.param(PRODUCT, marks=pytest.mark.slow)], ids=["fewer", "all"]
+)
 def test_every_option_trains_what_ddp_trains(cases):
     assert run_ranks(every_case, 2, cases, timeout=200.0) == [{}, {}]
 
