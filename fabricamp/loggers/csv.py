@@ -5,25 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import os
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fabricamp.errors import ConfigError
 from fabricamp.files import sync
-from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.run_folder import RunFolderLogger, writes
+from fabricamp.loggers.row_file import LOCK, STEP, RowFileLogger
+from fabricamp.loggers.run_folder import writes
 from fabricamp.loggers.trouble import reason_of
-
-_STEP = "step"
-_MOST_ROWS = 10_000
-"""So many rows wait in memory for a disk that refuses them."""
-
-_LOCK = threading.Lock()
-"""Held where rows go from memory to a file: a checkpoint's writer does that too, in a thread of its own."""
 
 
 class _Content(NamedTuple):
@@ -38,11 +29,11 @@ class _Content(NamedTuple):
         for row in rows:
             texts = sorted((name, "" if value is None else str(value)) for name, value in row.items())
             digest = zlib.crc32("\n".join(f"{name}={text}" for name, text in texts if text).encode(), digest)
-        steps = [*self.steps, *(int(row[_STEP]) for row in rows)]
+        steps = [*self.steps, *(int(row[STEP]) for row in rows)]
         return _Content(self.rows + len(rows), digest, (min(steps), max(steps)) if steps else ())
 
 
-class CSVLogger(RunFolderLogger):
+class CSVLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
     Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint takes its place, and at the end; in a file that
@@ -60,6 +51,8 @@ class CSVLogger(RunFolderLogger):
         >>> logger = CSVLogger("runs", name="digits", flush_logs_every_n_steps=500)
     """
 
+    FILE = "metrics.csv"
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -68,52 +61,15 @@ class CSVLogger(RunFolderLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if flush_logs_every_n_steps < 1:
-            raise ConfigError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): choose 1 or more")
-        super().__init__(save_dir, name, version, prefix)
-        self._flush_every = flush_logs_every_n_steps
-        self._flushed_step = -1
-        self._rows: list[dict[str, float]] = []
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
         self._columns: list[str] | None = None  # until somebody has looked into the file
         self._content = _Content()
-        self._file = GrowingFile(self._root)
-
-    @property
-    def experiment(self) -> Any:
-        """The logger itself, for ``experiment.log_metrics(values, step)``; does nothing on ranks other than 0."""
-        return self if writes() else Silent()
-
-    @property
-    def metrics_file(self) -> Path:
-        """Where the rows are."""
-        return self.folder / "metrics.csv"
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """One row."""
-        if not metrics or not writes():
-            return
-        self._rows.append({_STEP: step, **self._named(metrics)})
-        if step - self._flushed_step >= self._flush_every:
-            self._flushed_step = step
-            self.save()
-
-    def save(self) -> None:
-        """Appends the rows that are still in memory; the newest of those that the disk refuses stay there."""
-        with _LOCK, self.trouble.guard():
-            self._write()
-        self._lose_oldest(len(self._rows) - _MOST_ROWS)
-
-    def barrier(self, step: int) -> None:
-        """Returns once the disk has every row that was given so far."""
-        self.save()
-        with self.trouble.guard():
-            self._file.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """How many rows there are, in the file and in memory, and their digest."""
         if not writes():
             return {}
-        with _LOCK:
+        with LOCK:
             self._begin()
             content = self._content.plus(list(self._rows))
         return {"rows": content.rows, "digest": content.digest}
@@ -122,7 +78,7 @@ class CSVLogger(RunFolderLogger):
         """Drops the rows behind those of ``state_dict``, where the file begins with them: they will come again."""
         if not state_dict or not writes():
             return
-        with _LOCK:
+        with LOCK:
             columns = self._begin()
             if self._content.rows <= state_dict["rows"]:
                 return
@@ -132,9 +88,8 @@ class CSVLogger(RunFolderLogger):
 
     def close(self) -> None:
         """Writes the rest."""
-        self.save()
-        self._lose_oldest(len(self._rows))
-        self._columns, self._flushed_step = None, -1
+        super().close()
+        self._columns = None
 
     def _begin(self) -> list[str]:
         """Looks into the file, once; returns its columns.  A last row that a killed run left unfinished does not count."""
@@ -182,12 +137,6 @@ class CSVLogger(RunFolderLogger):
             new.path.unlink(missing_ok=True)
         self._columns, self._content = columns, _Content().plus(rows)
         self._file = GrowingFile(path, new.size)
-
-    def _lose_oldest(self, count: int) -> None:
-        if count > 0:
-            steps = [int(row[_STEP]) for row in self._rows[:count]]
-            self.trouble.lose(count, steps)
-            del self._rows[:count]
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

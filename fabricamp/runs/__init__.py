@@ -17,11 +17,11 @@ def plot(
     """Draws what runs logged in the terminal, one over the other, and into a file where ``out`` says so.
 
     Panels: loss of training and of validation, learning rate, loss scale with the skipped steps marked, gradient norm and
-    throughput, as far as they were logged; TensorBoard's events have a time, which gives the steps per second where no
-    throughput was logged.
+    throughput, as far as they were logged; TensorBoard's events and lines of JSON have a time, which gives the
+    steps per second where no throughput was logged.
 
     Args:
-        runs: folders of runs, or the event or CSV files in them.
+        runs: folders of runs, or the event, CSV or JSON files in them.
         out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``).
         metrics: names to draw in place of these panels.
         smooth: how much of the mean before stays with each value, 0 to below 1; raw values are drawn beside it.

@@ -1,9 +1,10 @@
-"""Reads what runs logged: TensorBoard's event files, or a CSV file."""
+"""Reads what runs logged: TensorBoard's event files, a CSV file, or lines of JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CSV_FILE = "metrics.csv"
+CSV_FILE, JSON_FILE = "metrics.csv", "metrics.jsonl"
 _EVENTS = "*tfevents*"
 _DEPTH = 3
 """So many folders below the one that is given are looked for runs: ``runs/name/version_0``."""
@@ -45,20 +46,21 @@ def read_curves(place: Path) -> dict[str, Curve]:
     if not place.exists():
         raise ConfigError(f"{str(place)!r} is not there; give the folder of a run, such as runs/version_0")
     events = sorted(place.glob(_EVENTS)) if place.is_dir() else [place] if "tfevents" in place.name else []
-    table = place / CSV_FILE if place.is_dir() else place
+    files = [place / CSV_FILE, place / JSON_FILE] if place.is_dir() else [place]
+    readers = {".csv": _from_table, ".jsonl": _from_lines}
     try:
         if events:
             return _curves(_from_events(events))
-        if table.is_file() and table.suffix == ".csv":
-            return _curves(_from_table(table))
+        for file in (one for one in files if one.is_file() and one.suffix in readers):
+            return _curves(readers[file.suffix](file))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{place} cannot be read as a log: {str(error) or type(error).__name__}") from error
-    raise ConfigError(f"{place} holds neither TensorBoard's events nor {CSV_FILE}{_runs_below(place)}")
+    raise ConfigError(f"{place} holds no log: TensorBoard's events, {CSV_FILE} or {JSON_FILE}{_runs_below(place)}")
 
 
 def is_run(folder: Path) -> bool:
     """Whether somebody has logged into this folder, or begun a fit in it."""
-    return (folder / CSV_FILE).is_file() or (folder / NAME).is_file() or any(folder.glob(_EVENTS))
+    return any((folder / name).is_file() for name in (CSV_FILE, JSON_FILE, NAME)) or any(folder.glob(_EVENTS))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -129,3 +131,11 @@ def _from_table(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
             for name, value in row.items():
                 if name is not None and value:
                     yield name, step, float(value), None
+
+
+def _from_lines(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
+    with file.open(encoding="utf-8") as text:
+        for row in map(json.loads, text):
+            step, time = int(row.pop("step")), row.pop("time", None)
+            for name, value in row.items():
+                yield name, step, float(value), time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import multiprocessing
 import os
 import resource
@@ -19,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fabricamp import Callback
 from fabricamp.callbacks import AsyncCheckpoint, LearningRateMonitor, ModelCheckpoint
-from fabricamp.loggers import CSVLogger, Logger, TensorBoardLogger, delivery
+from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, delivery
 from tests.small import Classifier, loader, quiet_trainer
 
 STEPS = 16
@@ -57,8 +58,18 @@ def csv_logger(folder):
     return CSVLogger(folder, None, "log", flush_logs_every_n_steps=1)
 
 
+def json_logger(folder):
+    return JSONLinesLogger(folder, None, "log", flush_logs_every_n_steps=1)
+
+
 def tensorboard_logger(folder):
     return TensorBoardLogger(folder, None, "log", max_queue=0)
+
+
+def log_of(logger):
+    """Its file, beside hparams.yaml and run.json."""
+    (file,) = (one for one in logger.folder.iterdir() if one.name not in ("hparams.yaml", "run.json"))
+    return file
 
 
 def steps_of(logger):
@@ -66,12 +77,15 @@ def steps_of(logger):
     if isinstance(logger, CSVLogger):
         with logger.metrics_file.open() as file:
             return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    if isinstance(logger, JSONLinesLogger):
+        rows = map(json.loads, logger.metrics_file.read_text().splitlines())
+        return [row["step"] for row in rows if "loss" in row]
     events = EventAccumulator(str(logger.log_dir))
     events.Reload()
     return [one.step for one in events.Scalars("loss")]
 
 
-KINDS = pytest.mark.parametrize("kind", [csv_logger, tensorboard_logger])
+KINDS = pytest.mark.parametrize("kind", [csv_logger, json_logger, tensorboard_logger])
 
 
 @KINDS
@@ -120,7 +134,7 @@ def test_a_folder_that_cannot_be_written_any_more(tmp_path, kind):
     told = fit(logger, At(step6=block), LearningRateMonitor(), AsyncCheckpoint(tmp_path / "checkpoints"))
     assert len(told) == 2
     assert "Not a directory; training goes on" in told[0]
-    first = 5 if kind is csv_logger else 6  # the second row of a step waits for the next step
+    first = 6 if kind is tensorboard_logger else 5  # the second row of a step waits for the next step
     assert f"rows are lost, of the steps {first} to 15: cannot write {folder}" in told[1]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
@@ -131,7 +145,7 @@ def on_a_full_disk(folder, kind, sender):
     logger = kind(folder)
 
     def fill():
-        file = next(logger.folder.glob("*[!ln]"))  # but for hparams.yaml and run.json
+        file = log_of(logger)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 7, resource.RLIM_INFINITY))
 
     def free():
@@ -162,7 +176,7 @@ def in_a_read_only_folder(folder, kind, sender):
     logger = kind(folder / "logs")
 
     def allow(here, file):
-        (one,) = logger.folder.glob("*[!ln]")  # but for hparams.yaml and run.json
+        one = log_of(logger)
         one.chmod(file)
         logger.folder.chmod(here)
 

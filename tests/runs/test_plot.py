@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabricamp import ConfigError, TrainingModule
 from fabricamp.callbacks import AmpState, LearningRateMonitor
 from fabricamp.cli import main
-from fabricamp.loggers import CSVLogger, TensorBoardLogger
+from fabricamp.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from fabricamp.runs import plot
 from fabricamp.runs.canvas import Canvas, frame_of
 from fabricamp.runs.panels import choose, smoothed
@@ -54,7 +54,11 @@ def runs(tmp_path_factory):
             precision="O2",
             log_every_n_steps=2,
             num_sanity_val_steps=0,
-            logger=[TensorBoardLogger(root, name="events"), CSVLogger(root, name="tables")],
+            logger=[
+                TensorBoardLogger(root, name="events"),
+                CSVLogger(root, name="tables"),
+                JSONLinesLogger(root, name="lines"),
+            ],
             callbacks=[AmpState(), LearningRateMonitor()],
         ).fit(Overflows(), data, data)
     return root
@@ -73,8 +77,11 @@ def test_one_run_fills_eighty_columns_when_it_is_piped(runs, capsys, monkeypatch
     assert "·" in "".join(lines), "raw values stand beside the smoothed line"
 
 
-def test_events_and_table_say_the_same(runs):
-    events, table = (read_curves(runs / kind / "version_0") for kind in ("events", "tables"))
+def test_events_table_and_lines_say_the_same(runs):
+    events, table, lines = (read_curves(runs / kind / "version_0") for kind in ("events", "tables", "lines"))
+    assert table.keys() == lines.keys()
+    assert [one.values for one in table.values()] == [one.values for one in lines.values()]
+    assert len(lines["val_loss"].times) == len(lines["val_loss"].steps)
     for name in ("train_loss_step", "train_loss_epoch", "val_loss", "lr-SGD", "amp/loss_scale", "amp/skipped_steps"):
         assert events[name].steps == table[name].steps
         assert events[name].values == pytest.approx(table[name].values)
@@ -181,7 +188,7 @@ def test_without_matplotlib_the_extra_is_named(runs, capsys, monkeypatch):
     ("words", "message"),
     [
         (["nowhere"], "'nowhere' is not there; give the folder of a run"),
-        (["empty"], "neither TensorBoard's events nor metrics.csv; give the folder of a run"),
+        (["empty"], "empty holds no log: TensorBoard's events, metrics.csv or metrics.jsonl; give the folder of a run"),
         (["damaged/metrics.csv"], "damaged/metrics.csv cannot be read as a log"),
         (["damaged/events.out.tfevents.1"], "cannot be read as a log: an event in it is damaged"),
         (["good", "--metric", "los"], "no run logged 'los'; did you mean 'loss'? (logged: loss)"),
@@ -204,4 +211,4 @@ def test_a_mistake_says_what_to_change(words, message, capsys):
 def test_the_folder_above_names_the_runs_in_it(runs, capsys):
     assert main(["plot", str(runs / "events")]) == 2
     assert f"runs below it: {runs}/events/version_0, {runs}/events/version_1" in capsys.readouterr().err
-    assert [one.name for one in find_runs(runs)] == ["version_0", "version_0", "version_1", "version_1"]
+    assert [one.name for one in find_runs(runs)] == ["version_0"] * 3 + ["version_1"] * 3
