@@ -37,6 +37,7 @@ HOLDS = {
     "callbacks.progress.ProgressBar": ProgressBar,
     "callbacks.progress.progress_bar.ProgressBar": ProgressBar,
     "callbacks.rich_model_summary.RichModelSummary": ModelSummary,
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": fabricamp.callbacks.StochasticWeightAveraging,
     "callbacks.weight_averaging.WeightAveraging": fabricamp.callbacks.WeightAveraging,
     "core.LightningModule": fabricamp.TrainingModule,
     "core.datamodule.LightningDataModule": fabricamp.DataModule,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
     from fabricamp.callbacks.progress_bar import ProgressBar
     from fabricamp.callbacks.rich_model_summary import RichModelSummary
+    from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
     from fabricamp.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "ProgressBar",
     "RichModelSummary",
     "RichProgressBar",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "WeightAveraging",
 ]
@@ -74,6 +76,7 @@ _FILES = {
     "ProgressBar": "progress_bar",
     "RichModelSummary": "rich_model_summary",
     "RichProgressBar": "progress.rich_progress",
+    "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm_progress",
     "WeightAveraging": "weight_averaging",
 }

@@ -159,6 +159,11 @@ class Averages:
         return strategy.broadcast(own) if own else {}
 
 
+def mean(count: Any) -> Any:
+    """The share that makes an average the mean of all."""
+    return 1 / (count + 1)
+
+
 def in_state(module: nn.Module, state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the module's state dict ``state`` with ``values`` in the place of the tensors of these names."""
     result = copy.copy(state)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fabricamp.callbacks._averages import Averages, Rule, in_state, refuse_several
+from fabricamp.callbacks._averages import Averages, Rule, in_state, mean, refuse_several
 from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
@@ -62,7 +62,7 @@ class WeightAveraging(Callback):
         functions = [kwargs.get(key) for key in _FUNCTIONS]
         if all(functions):
             raise ConfigError(f"{name} got avg_fn and multi_avg_fn; give one of them")
-        self._rule = Rule(one=functions[0], many=functions[1]) if any(functions) else Rule(share=_mean)
+        self._rule = Rule(one=functions[0], many=functions[1]) if any(functions) else Rule(share=mean)
         self._device = None if device is None else torch.device(device)
         self._use_buffers = use_buffers
         self._latest_step, self._latest_epoch = 0, -1
@@ -252,8 +252,3 @@ class _Share(float):
 
     def __call__(self, count: Any) -> float:
         return float(self)
-
-
-def _mean(count: Any) -> Any:
-    """The share that makes the average the mean of all."""
-    return 1 / (count + 1)

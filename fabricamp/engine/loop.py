@@ -71,6 +71,7 @@ class FitLoop:
             if before is not None:  # the epoch goes on: what they count of it is counted
                 before.restore()
             self._follow_freezing()
+            self.update.schedules.sort()
             whole = self._catch_up()
             complete = self._run_epoch() if whole is None else whole
             if state.cut:

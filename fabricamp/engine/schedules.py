@@ -26,10 +26,16 @@ class Schedules:
         self._module = module
         self._metrics = metrics
         self._state = state
+        self._configs = configs
+        self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
+        self.sort()
+
+    def sort(self) -> None:
+        """Looks anew at which schedulers there are: hooks before an epoch may have put another one in place."""
+        configs = self._configs
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
         self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
-        self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
 
     @property
     def follow_steps(self) -> bool:

@@ -182,6 +182,11 @@ class Session:
         self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
 
+    def replace_schedules(self, scheduler: Any) -> None:
+        """Puts a scheduler that steps by epochs in the place of those that there are; in hooks before an epoch."""
+        self.schedulers[:] = [SchedulerConfig(scheduler)]
+        self.attachment.schedulers = [scheduler]
+
     def _wrap_step(self) -> None:
         # Asking takes in groups that callbacks have added: their state is loaded for fp32 masters then.
         memories = [self.precision.gradients(one) for one in self.optimizers]

@@ -67,7 +67,7 @@ class Update:
     def use(self, step: Callable[..., Any]) -> None:
         """Takes the step to run: ``training_step``, as the strategy has wrapped it."""
         precision = self._parts.precision
-        step = _with_index(step, self._parts.module.training_step)
+        step = with_index(step, self._parts.module.training_step)
         through = overrides(precision, "forward", Precision)
         self._forward = partial(precision.forward, step) if through else step
 
@@ -238,7 +238,7 @@ class Update:
         return output
 
 
-def _with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``step`` as a call with (batch, batch_idx), whichever of them ``training_step`` takes."""
     signature = inspect.signature(training_step)
     for arguments in ((None, 0), (None,)):

@@ -11,6 +11,7 @@ from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted
+from fabricamp.engine.forward_pass import forward_train_batches
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.workers import start_workers
@@ -375,6 +376,14 @@ class Trainer(TrainerProperties):
                 "call it in a hook such as on_fit_end"
             )
         self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
+
+    def replace_schedules(self, scheduler: Any) -> None:
+        """Trains with ``scheduler``, which steps by epochs, and no other from here on; in hooks up to ``on_train_epoch_start``."""
+        self._opened.replace_schedules(scheduler)
+
+    def forward_train_batches(self) -> None:
+        """Runs ``training_step`` on each batch of an epoch, without updates and logs; in hooks such as ``on_train_end``."""
+        forward_train_batches(self._opened)
 
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once per process."""

@@ -13,9 +13,7 @@ import pytest
 
 from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
 
-MISSING = {
-    "weight_averaging": "callbacks.StochasticWeightAveraging",
-}
+MISSING = {}
 """Programs that wait for a feature, by what is missing."""
 
 ON_PURPOSE = {

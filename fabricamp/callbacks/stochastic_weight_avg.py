@@ -1,0 +1,225 @@
+"""Stochastic weight averaging: a learning rate that stays high, the mean of the weights, BatchNorm statistics for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import SWALR
+
+from fabricamp.callbacks._averages import Averages, Rule, in_state, mean, refuse_several
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+from fabricamp.torch_private import AnyBatchNorm
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class StochasticWeightAveraging(Callback):
+    """Averages the weights of the last epochs, trained with a learning rate of their own.
+
+    From ``swa_epoch_start`` on torch's ``SWALR`` stands in the place of the module's schedule, and the weights at the beginning of
+    each epoch are averaged (fp32 masters at O2 and O5).  A fit that comes to ``max_epochs`` leaves the average in the module, after
+    a pass over the training data, without updates and logs, that gives BatchNorm the statistics for it; each rank sees its share.
+    Validation and ``state_dict`` of a checkpoint have the weights until then; the average is in the callback's state.
+
+    Args:
+        swa_lrs: the learning rate to come to; a list: one for each group of parameters.
+        swa_epoch_start: the first epoch, from 1, or which part of ``max_epochs`` comes before.
+        annealing_epochs: how many epochs the learning rate takes to get there.
+        annealing_strategy: "cos" or "linear": how.
+        avg_fn: returns a new average, given the average, the weight and the number of averaged weights; None: their mean.
+        device: where the average is kept; None: where the weights are.
+
+    Raises:
+        ConfigError: for arguments that cannot be, manual optimization, several optimizers or schedules, and without ``max_epochs``.
+
+    Example:
+        >>> averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.75)
+    """
+
+    averages_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        device: torch.device | str | None = torch.device("cpu"),  # noqa: B008 - Lightning's default, and it cannot be changed
+    ) -> None:
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        for rate in rates:
+            check_kind(self, "a number", swa_lrs=rate)
+        check_kind(self, "a number", swa_epoch_start=swa_epoch_start)
+        check_kind(self, "a whole number", annealing_epochs=annealing_epochs)
+        share = isinstance(swa_epoch_start, float)
+        begins = 0 <= swa_epoch_start <= 1 if share else swa_epoch_start >= 1
+        checks: list[tuple[str, Any, bool, str]] = [
+            ("swa_lrs", swa_lrs, bool(rates) and min(rates) > 0, "a number above 0, or a list of such"),
+            ("swa_epoch_start", swa_epoch_start, begins, "a whole number from 1, or a share (float) from 0.0 to 1.0"),
+            ("annealing_epochs", annealing_epochs, annealing_epochs >= 0, "a whole number from 0"),
+            ("annealing_strategy", annealing_strategy, annealing_strategy in ("cos", "linear"), "'cos' or 'linear'"),
+            ("avg_fn", avg_fn, avg_fn is None or callable(avg_fn), "a function or None"),
+        ]
+        for name, value, fits, allowed in checks:
+            if not fits:
+                raise ConfigError(f"{type(self).__name__}({name}={value!r}): give {allowed}")
+        self._swa_lrs = swa_lrs
+        self._swa_epoch_start = swa_epoch_start
+        self._annealing_epochs = annealing_epochs
+        self._annealing_strategy = annealing_strategy
+        self._rule = Rule(share=mean) if avg_fn is None else Rule(one=avg_fn)
+        self._device = None if device is None else torch.device(device)
+        self._max_epochs = 0
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the run that it is in."""
+        own = ("_averages", "_saved", "_scheduler", "_trainer")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._averages: Averages | None = None
+        self._saved: dict[str, Any] | None = None
+        self._scheduler: SWALR | None = None
+        self._trainer: Trainer | None = None
+        self._latest_epoch = -1
+
+    @property
+    def swa_start(self) -> int:
+        """The first epoch, from 0, whose beginning is averaged."""
+        first = self._swa_epoch_start
+        return max((int(self._max_epochs * first) if isinstance(first, float) else first) - 1, 0)
+
+    @property
+    def swa_end(self) -> int:
+        """The last one."""
+        return self._max_epochs - 1
+
+    # -- in a run ----------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Begins anew with each fit."""
+        if stage == "fit":
+            refuse_several(self, trainer.callbacks)
+            self._forget()
+            self._trainer, self._max_epochs = trainer, trainer.max_epochs
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Looks at what is trained and how, and takes the average that a checkpoint had."""
+        self._check(trainer, pl_module)
+        averages = self._averages = Averages(self._rule, self._device, use_buffers=False)
+        saved, self._saved = self._saved, None
+        averages.follow(pl_module, trainer.optimizers, saved and saved["average"])
+        if saved is not None:
+            averages.count, averages.begun = saved["count"], saved["count"] > 0
+
+    def _check(self, trainer: Trainer, module: TrainingModule) -> None:
+        groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        rates = self._swa_lrs
+        problems = {
+            "manual optimization: nothing steps a schedule there": not module.automatic_optimization,
+            f"{len(groups)} optimizers: give one": len(groups) != 1,
+            f"{len(trainer.lr_scheduler_configs)} schedules: give one, or none": len(trainer.lr_scheduler_configs) > 1,
+            "no end: give Trainer(max_epochs=...)": trainer.max_epochs < 0,
+            f"swa_lrs={rates!r} for {sum(groups)} groups of parameters: give one for each": isinstance(rates, list)
+            and [len(rates)] != groups,
+        }
+        for words, found in problems.items():
+            if found:
+                raise ConfigError(f"{type(self).__name__} cannot work with {words}")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Averages the weights that the epoch begins with."""
+        epoch, averages = trainer.current_epoch, self._averages
+        if averages is None or not self.swa_start <= epoch <= self.swa_end or epoch <= self._latest_epoch:
+            return
+        self._latest_epoch = epoch
+        if self._scheduler is None:
+            self._anneal(trainer)
+        averages.follow(pl_module, trainer.optimizers)
+        averages.update(None)
+
+    def _anneal(self, trainer: Trainer) -> None:
+        """Puts a schedule that leads to ``swa_lrs`` in the place of the module's own."""
+        optimizer, rates, strategy = trainer.optimizers[0], self._swa_lrs, self._annealing_strategy
+        rates = rates if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
+        # As Lightning has it; what torch's class goes by is another counter.
+        last_epoch = self._max_epochs if strategy == "cos" else -1
+        self._scheduler = SWALR(optimizer, rates, self._annealing_epochs, strategy, last_epoch)  # type: ignore[arg-type]  # takes a list too
+        trainer.replace_schedules(self._scheduler)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Leaves the average in the module, where all epochs were trained, and BatchNorm with its statistics."""
+        averages = self._averages
+        if averages is None or not averages.begun or trainer.current_epoch <= self.swa_end:
+            return
+        averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
+        norms = [one for one in pl_module.modules() if isinstance(one, AnyBatchNorm) and _follows(one)]
+        if norms:
+            _update_statistics(norms, trainer)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far averaging has come; the average itself joins it where a checkpoint is written."""
+        averages, scheduler = self._averages, self._scheduler
+        if averages is None or not averages.begun or scheduler is None:
+            return {}
+        return {
+            "n_averaged": int(averages.count),
+            "latest_update_epoch": self._latest_epoch,
+            "scheduler_state": copy.deepcopy(scheduler.state_dict()),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes it back, before the state of the schedule comes."""
+        self._latest_epoch = state_dict["latest_update_epoch"]
+        if state_dict.get("average_model_state") is not None:
+            self._saved = {"average": state_dict["average_model_state"], "count": int(state_dict["n_averaged"])}
+        if state_dict["scheduler_state"] is not None and self._scheduler is None and self._trainer is not None:
+            self._check(self._trainer, self._trainer.module)
+            self._anneal(self._trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the average into the callback's state."""
+        own = checkpoint.get("callbacks", {}).get(self.state_key)
+        if own and self._averages is not None:
+            own["average_model_state"] = in_state(pl_module, checkpoint["state_dict"], self._averages.values)
+
+
+def _follows(norm: AnyBatchNorm) -> bool:
+    """Whether a BatchNorm takes in statistics; one that was frozen keeps its own."""
+    return norm.training and norm.track_running_stats and norm.running_mean is not None
+
+
+@torch.no_grad()
+def _update_statistics(norms: list[AnyBatchNorm], trainer: Trainer) -> None:
+    """Makes running statistics the mean over all batches of the training data, and over the ranks."""
+    momenta = [one.momentum for one in norms]
+    for one in norms:
+        one.reset_running_stats()
+        one.momentum = None
+    try:
+        trainer.forward_train_batches()
+    finally:
+        for one, momentum in zip(norms, momenta, strict=True):
+            one.momentum = momentum
+    for one in norms:
+        for value in (one.running_mean, one.running_var):
+            assert value is not None
+            value.copy_(trainer.strategy.reduce(value))
