@@ -64,7 +64,9 @@ def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = Tr
     missing, damaged, or something else than a checkpoint.
     """
     place = places.normal(path)
-    _check_there(place)
+    # A pipe or a device would be waited for, or read without an end.
+    if problem := _no_file(place):
+        raise CheckpointError(problem)
     sealed = False
     try:
         with places.opened(place) as file:
@@ -230,13 +232,6 @@ def _verify(file: IO[bytes], *, data: bool = True) -> bool:
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     return is_sealed(file)
-
-
-def _check_there(place: str) -> None:
-    """Raises where there is no file to open; a pipe or a device would be waited for, or read without an end."""
-    problem = _no_file(place)
-    if problem:
-        raise CheckpointError(problem)
 
 
 def _no_file(place: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fabricamp.apex.amp.compat import is_floating_point
 from fabricamp.errors import ConfigError
 from fabricamp.precision.autocast import float_function, half_function, promote_function
 
@@ -89,13 +90,9 @@ def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) ->
         first, *others = args
         if not torch.is_autocast_enabled(first.device.type) or not first.is_floating_point():
             return args
-        return [first, *(one.to(first.dtype) if _is_floating(one) else one for one in others)]
+        return [first, *(one.to(first.dtype) if is_floating_point(one) else one for one in others)]
 
     _replace_in_place(mod, fn, match, handle)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _is_cast_to_half(value: Any) -> bool:

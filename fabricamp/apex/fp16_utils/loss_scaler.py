@@ -61,9 +61,8 @@ class DynamicLossScaler(LossScaler):
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a gradient of ``params`` is not finite; the host waits once per device."""
         gradients = [values_of(one.grad) for one in params if one.grad is not None]
-        return any(
-            self._has_inf_or_nan(*(one for one in gradients if one.device == place)) for place in _places(gradients)
-        )
+        places = {one.device for one in gradients}
+        return any(self._has_inf_or_nan(*(one for one in gradients if one.device == place)) for place in places)
 
     @staticmethod
     def _has_inf_or_nan(*tensors: Tensor) -> bool:
@@ -78,7 +77,3 @@ class DynamicLossScaler(LossScaler):
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale *= self.scale_factor
         self.cur_iter += 1
-
-
-def _places(tensors: list[Tensor]) -> set[torch.device]:
-    return {one.device for one in tensors}

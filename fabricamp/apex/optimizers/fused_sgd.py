@@ -1,7 +1,5 @@
 """apex's FusedSGD."""
 
-from __future__ import annotations
-
 from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import OverflowBuffer
