@@ -29,6 +29,8 @@ HOLDS = {
     "callbacks.callback.Callback": fabricamp.Callback,
     "callbacks.early_stopping.EarlyStopping": fabricamp.callbacks.EarlyStopping,
     "callbacks.batch_size_finder.BatchSizeFinder": fabricamp.callbacks.BatchSizeFinder,
+    "callbacks.lambda_function.LambdaCallback": fabricamp.callbacks.LambdaCallback,
+    "callbacks.timer.Timer": fabricamp.callbacks.Timer,
     "callbacks.lr_finder.LearningRateFinder": fabricamp.callbacks.LearningRateFinder,
     "callbacks.finetuning.BackboneFinetuning": fabricamp.callbacks.BackboneFinetuning,
     "callbacks.lr_monitor.LearningRateMonitor": LearningRateMonitor,
@@ -109,8 +111,8 @@ def test_parts_are_attributes_of_a_fresh_package():
         ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
         ("from fabricamp.loggers import CometLogger", "write a Logger"),
         ("from fabricamp.loggers.comet import CometLogger", "write a Logger"),
-        ("from fabricamp.callbacks import Timer", "max_time"),
-        ("from fabricamp.callbacks.timer import Timer", "max_time"),
+        ("from fabricamp.callbacks import ThroughputMonitor", "steps a second"),
+        ("from fabricamp.callbacks.throughput_monitor import ThroughputMonitor", "steps a second"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
         ("from fabricamp.strategies import FSDPStrategy", "not offered"),
     ],
@@ -122,9 +124,9 @@ def test_an_import_of_what_is_not_offered_says_what_to_do(statement, cure):
 
 def test_asking_for_what_is_not_offered_raises_nothing():
     assert importlib.util.find_spec("fabricamp.serve") is None
-    assert not hasattr(fabricamp.callbacks, "Timer")
-    with pytest.raises(AttributeError, match="max_time"):
-        _ = fabricamp.callbacks.Timer
+    assert not hasattr(fabricamp.callbacks, "ThroughputMonitor")
+    with pytest.raises(AttributeError, match="steps a second"):
+        _ = fabricamp.callbacks.ThroughputMonitor
     with pytest.raises(AttributeError, match="did you mean 'ModelCheckpoint'"):
         _ = fabricamp.callbacks.ModelChekpoint
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from fabricamp.callbacks.ema import EMA
     from fabricamp.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+    from fabricamp.callbacks.lambda_function import LambdaCallback
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
     from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.progress_bar import ProgressBar
     from fabricamp.callbacks.rich_model_summary import RichModelSummary
     from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
+    from fabricamp.callbacks.timer import Timer
     from fabricamp.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
+    "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -51,6 +54,7 @@ __all__ = [
     "RichProgressBar",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
+    "Timer",
     "WeightAveraging",
 ]
 
@@ -69,6 +73,7 @@ _FILES = {
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
+    "LambdaCallback": "lambda_function",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
@@ -78,6 +83,7 @@ _FILES = {
     "RichProgressBar": "progress.rich_progress",
     "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm_progress",
+    "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
 

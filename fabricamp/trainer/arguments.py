@@ -11,6 +11,7 @@ from typing import Any
 
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
+from fabricamp.durations import as_seconds
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
@@ -69,7 +70,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
     trial = _trial_batches(given["fast_dev_run"])
     max_epochs = check_count("max_epochs", given["max_epochs"], least=0, endless=True, optional=True)
     max_steps = check_number("max_steps", given["max_steps"], least=0, endless=True)
-    max_time = as_seconds(given["max_time"])
+    max_time = as_seconds(given["max_time"], "max_time")
     by_default = max_epochs is None and max_steps == NO_LIMIT and max_time is None
     if max_epochs is None:
         max_epochs = 1000 if by_default else NO_LIMIT
@@ -262,27 +263,6 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
         allowed = ", ".join(repr(one) for one in choices)
         raise ConfigError(f"{name}={value!r} is not known{nearest(value, known)} (known: {allowed})")
     return value
-
-
-def as_seconds(value: Any) -> float | None:
-    """Returns the seconds of ``max_time``: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments."""
-    try:
-        if value is None:
-            return None
-        if isinstance(value, str):
-            days, hours, minutes, seconds = (int(part) for part in value.split(":"))
-            value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        elif isinstance(value, dict):
-            value = timedelta(**value)
-        if isinstance(value, timedelta) and value >= timedelta(0):
-            return value.total_seconds()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"max_time={value!r} is not allowed ({error}); give 'DD:HH:MM:SS', a timedelta or a dict such as {{'hours': 2}}"
-        ) from error
-    raise ConfigError(
-        f"max_time={value!r} is not allowed; give 'DD:HH:MM:SS', a timedelta or a dict such as {{'hours': 2}}"
-    )
 
 
 def as_clip(value: Any, algorithm: Any) -> Clip | None:

@@ -1,0 +1,39 @@
+"""Functions as hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HOOKS = [name for name in dir(Callback) if name in {"setup", "teardown"} or name.startswith("on_")]
+
+
+class LambdaCallback(Callback):
+    """Calls functions where hooks of these names are called; those that are not given cost nothing.
+
+    Args:
+        **hooks: functions by the names of :class:`Callback`'s hooks, with the arguments of these.
+
+    Raises:
+        ConfigError: for another name, or what is no function.
+
+    Example:
+        >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, pl_module: print(trainer.current_epoch))
+    """
+
+    def __init__(self, **hooks: Callable[..., object] | None) -> None:
+        for name, call in hooks.items():
+            if name not in _HOOKS:
+                raise UnknownArgumentError(f"LambdaCallback: {name!r} is no hook{nearest(name, _HOOKS)}")
+            if call is None:
+                continue
+            if not callable(call):
+                raise ConfigError(
+                    f"LambdaCallback({name}={call!r}) is no function; give one that takes the hook's arguments"
+                )
+            setattr(self, name, call)
