@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, Trainer, TrainingModule
+from fabricamp.callbacks import EMA
 from fabricamp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -68,7 +69,7 @@ def batches():
     return DataLoader(dataset, batch_size=32, pin_memory=True)
 
 
-def fit(precision, optimizer, callback):
+def fit(precision, optimizer, *callbacks):
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
@@ -81,7 +82,7 @@ def fit(precision, optimizer, callback):
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=False,
-        callbacks=[callback],
+        callbacks=list(callbacks),
     )
     trainer.fit(Net(optimizer), batches())
     return trainer
@@ -104,6 +105,13 @@ class ErrorOnWait(Callback):
 
 def test_silent_under_torchs_sync_debug_mode(precision, optimizer):
     assert fit(precision, optimizer, ErrorOnWait()).global_step == WARM + STEPS
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("O0", "torch"), ("O1", "torch"), ("O2", "fused")], indirect=True)
+def test_averages_of_the_weights_are_silent_too(precision, optimizer):
+    average = EMA(0.9)
+    assert fit(precision, optimizer, average, ErrorOnWait()).global_step == WARM + STEPS
+    assert 0 < int(average._averages.count) <= WARM + STEPS
 
 
 class SleepFirst(Callback):
