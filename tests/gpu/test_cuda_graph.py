@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, NonFiniteError, OptLevel, Trainer, TrainingModule
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.callbacks import EMA, BaseFinetuning, ModelCheckpoint
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -207,6 +207,34 @@ def test_freezing_in_an_epoch_is_captured_anew():
             module.net[0].requires_grad_(trainer.current_epoch != 1)
 
     same(*(fit(graph, max_epochs=3, callbacks=[Freeze()]) for graph in (False, True)))
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_parameters_that_join_later(precision):
+    class Later(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=1e-4)
+
+    class Part(Net):
+        def configure_optimizers(self):
+            return FusedAdam([one for one in self.parameters() if one.requires_grad], lr=1e-3)
+
+    runs = [fit(graph, precision, Part(), max_epochs=3, callbacks=[Later()]) for graph in (False, True)]
+    assert len(runs[1][0].optimizers[0].param_groups) == 2
+    same(*runs)
+
+
+def test_averages_of_the_weights():
+    averages = [EMA(decay=0.9), EMA(decay=0.9)]
+    runs = [
+        fit(graph, "O2", Net(), images(30, spikes=True), max_epochs=3, callbacks=[average])
+        for graph, average in zip((False, True), averages, strict=True)
+    ]
+    same(*runs)
 
 
 class Effect(Net):
