@@ -112,7 +112,9 @@ class Averages:
         elif self._rule.share is not None:
             ops.ema(weights, averages, 1 - self._rule.share(count))
         else:
-            self._rule.run(averages, _like(weights, averages), torch.tensor(count, device=averages[0].device))
+            self._rule.run(
+                averages, _like(weights, averages), torch.tensor(count, dtype=torch.int64, device=averages[0].device)
+            )
 
     def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, applied: Tensor) -> None:
         if self._rule.share is not None:

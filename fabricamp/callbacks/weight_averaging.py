@@ -176,7 +176,9 @@ class WeightAveraging(Callback):
         state = checkpoint["state_dict"]
         checkpoint["current_model_state"] = state if self._raw is None else in_state(pl_module, state, self._raw)
         checkpoint["state_dict"] = in_state(pl_module, state, averages.values)
-        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(int(averages.count), device="cpu")}
+        checkpoint["averaging_state"] = {
+            "n_averaged": torch.tensor(int(averages.count), dtype=torch.int64, device="cpu")
+        }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """A fit goes on with the weights; whatever else is run with a checkpoint is run with the average in it."""

@@ -108,8 +108,8 @@ class LRFinder:
         places = [place for place in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[place])]
         if len(places) < 2:
             return None
-        values = torch.tensor([losses[place] for place in places], device="cpu")
-        spacing = torch.tensor([rates[place] for place in places], device="cpu")
+        values = torch.tensor([losses[place] for place in places], dtype=torch.float32, device="cpu")
+        spacing = torch.tensor([rates[place] for place in places], dtype=torch.float32, device="cpu")
         slopes = torch.gradient(values, spacing=[spacing])[0]
         return places[int(slopes.argmin())]
 
