@@ -146,6 +146,8 @@ class Watchdog:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             while time.monotonic() < deadline:
+                if self._store.check([_DIAGNOSIS]):
+                    self._end_with_the_run(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
                 if self._store.check([_FAILURE]):
                     first = json.loads(self._store.get(_FAILURE))
                     return {first["rank"]: f"rank {first['rank']} failed {first['place']}: {first['what']}"}
@@ -288,6 +290,11 @@ class Watchdog:
             _exit(1)
         time.sleep(_REPORT_SECONDS)
         _exit(128 + signal.SIGTERM)
+
+    def _end_with_the_run(self, diagnosis: Diagnosis) -> None:
+        """Ends this process where the run was found to stand still: its main thread failed only since the reporter is gone."""
+        if diagnosis.reporter != self._strategy.rank:
+            _exit(128 + signal.SIGTERM)
 
     def _leave(self, now: float) -> None:
         """Ends this process, which was interrupted before its first batch: by force where the main thread does not come to it."""

@@ -231,7 +231,10 @@ def without_a_starter(folder, what):
     return ended
 
 
-def test_ranks_without_a_starter_end_by_themselves(tmp_path, capfd):
+@pytest.mark.parametrize("report_seconds", [pytest.param(1.0, marks=pytest.mark.slow), 60.0])
+def test_ranks_without_a_starter_end_by_themselves(tmp_path, capfd, monkeypatch, report_seconds):
+    """Rank 0 is ended by its watchdog, or by what its exchange says of a peer that is gone, where that is faster."""
+    monkeypatch.setattr(watch, "_REPORT_SECONDS", report_seconds)
     assert without_a_starter(tmp_path / "hang", "loader").codes == [143, 1]
     said = capfd.readouterr().err
     assert said.count("because of rank 1 as it seems") == 1
