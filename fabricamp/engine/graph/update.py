@@ -82,9 +82,9 @@ class GraphUpdate(Update):
         stale = self._steps.get(key)
         if stale is not None:
             self._count_capture(stale)
-            # An eager step finds what has changed (another parameter, say); the next one of each shape is captured.
+            # An eager step finds what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
-            self._seen = dict.fromkeys(self._seen, self._options.warmup - 2)
+            self._seen = dict.fromkeys(self._seen, self._options.warmup - 3)
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if self.why_eager or seen < self._options.warmup or len(self._steps) >= self._options.shapes:
             return self._run_watched(batch, batch_idx, last, seen)
