@@ -275,20 +275,19 @@ def main() -> None:
                 continue
             case = QUICK if arguments.quick else CASES[network]
             times = measure(case, precision, arguments.rounds)
-            rows.append({"network": network, "precision": precision, "wall_ms": times})
+            rows.append({"network": network, "precision": precision, "rounds": arguments.rounds, "wall_ms": times})
             print(network, precision, times, flush=True)
             if arguments.out:
-                arguments.out.write_text(json.dumps({**about(arguments), "rows": rows}, indent=1) + "\n")
+                arguments.out.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")
 
 
-def about(arguments):
+def about():
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": str(datetime.now(UTC).date()),
         "command": "python benchmarks/loop.py",
-        "rounds": arguments.rounds,
     }
 
 

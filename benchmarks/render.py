@@ -186,14 +186,14 @@ def loop(result):
             for own, other in (("fabricamp", "by hand"), ("fabricamp, graph", "bare graph"))
         ]
         cells = [f"{times[way]:.3f}" if way in times else "" for way in ways]
-        rows.append([row["network"], row["precision"], *cells, *shares])
+        rows.append([row["network"], row["precision"], str(row["rounds"]), *cells, *shares])
     about = (
         "Wall ms a step, the device's work included: median of interleaved rounds. AdamW, clip at norm 1, batches in pinned\n"
         "memory; at O1 torch's ways have autocast and GradScaler, within the bare graph too, and O2 stands beside these.\n"
         "Lightning and fabricamp have everything on. The last columns: fabricamp over the loop by hand, and its graph over\n"
         "the bare graph."
     )
-    head = ["network and batch", "precision", *ways, "eager", "graph"]
+    head = ["network and batch", "precision", "rounds", *ways, "eager", "graph"]
     return f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
 
 
