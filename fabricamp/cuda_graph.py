@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 _FEWEST_WARMUPS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaGraph:
+@dataclass(init=False)
+class CudaGraph(NamesKeywords):
     """How a training step is captured as a CUDA graph.
 
     Args:
@@ -32,19 +33,22 @@ class CudaGraph:
         4
     """
 
-    warmup: int = 11
-    shapes: int = 4
-    check_every: int = 0
-    required: bool = True
+    warmup: int
+    shapes: int
+    check_every: int
+    required: bool
 
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        for name, least in (("warmup", _FEWEST_WARMUPS), ("shapes", 1), ("check_every", 0)):
-            value = getattr(self, name)
+    def __init__(self, *, warmup: int = 11, shapes: int = 4, check_every: int = 0, required: bool = True) -> None:
+        for name, value, least in (
+            ("warmup", warmup, _FEWEST_WARMUPS),
+            ("shapes", shapes, 1),
+            ("check_every", check_every, 0),
+        ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"CudaGraph({name}={value!r}) is not allowed; give a whole number from {least}")
-        if not isinstance(self.required, bool):
-            raise ConfigError(f"CudaGraph(required={self.required!r}) is not allowed (allowed: True, False)")
+        if not isinstance(required, bool):
+            raise ConfigError(f"CudaGraph(required={required!r}) is not allowed (allowed: True, False)")
+        self.warmup, self.shapes, self.check_every, self.required = warmup, shapes, check_every, required
 
 
 def as_cuda_graph(value: Any) -> CudaGraph | None:

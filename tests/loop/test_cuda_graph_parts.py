@@ -39,6 +39,8 @@ def test_options():
     for wrong in ({"warmup": 2}, {"shapes": 0}, {"check_every": -1}, {"warmup": True}, {"required": None}):
         with pytest.raises(ConfigError, match=f"CudaGraph\\({next(iter(wrong))}="):
             CudaGraph(**wrong)
+    with pytest.raises(ConfigError, match="CudaGraph has no argument 'warm_up'; did you mean 'warmup'"):
+        CudaGraph(warm_up=3)
 
 
 def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
