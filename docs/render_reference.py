@@ -259,7 +259,7 @@ def all_profilers() -> list[str]:
 
 
 def rest() -> list[str]:
-    from fabricamp import OptLevel, clip_grad_norm_, runs, seed_everything
+    from fabricamp import CudaGraph, OptLevel, clip_grad_norm_, runs, seed_everything
 
     functions = {"seed_everything": seed_everything, "clip_grad_norm_": clip_grad_norm_, "runs.plot": runs.plot}
     rows = [[call_of(name, one), Doc(one).first] for name, one in functions.items()]
@@ -269,7 +269,14 @@ def rest() -> list[str]:
     ]
     wrong = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, errors.FabricampError)]
     rows += [[f"`{one.__name__}`", Doc(one).first] for one in wrong]
-    parts = ["## Precision", described("OptLevel", OptLevel), "## The rest", table(("name", "what it is"), rows)]
+    parts = [
+        "## Precision",
+        described("OptLevel", OptLevel),
+        "## The step as a CUDA graph",
+        described("CudaGraph", CudaGraph),
+        "## The rest",
+        table(("name", "what it is"), rows),
+    ]
     return [*parts, "Functions on tensors (`fabricamp.ops`) and when a kernel runs: [kernels.md](kernels.md)."]
 
 
