@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,25 +71,34 @@ class EvaluationLoop:
         getattr(self._module, f"on_{self._kind}_model_eval")()
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)
-        counted = state.batches_done
         self.cut_short = False
         state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         if state.fn is not TrainerFn.FITTING:
             self._agreement.begin()
-        with contextlib.ExitStack() as contexts:
-            for context in (*self._contexts, self._no_gradients):
-                contexts.enter_context(context())
-            state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
-            call_all(self._start)
-            call_all(self._epoch_start)
-            outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
-            state.batches_done = counted
-            self._agree_on_the_end()
-            if not self.cut_short:
-                self._call_end()
+        outputs = self._within((*self._contexts, self._no_gradients), partial(self._run_loaders, feeds, keep=keep))
         state.evaluated = NOT_VALIDATING
         state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
         self._restore_modes(modes)
+        return outputs
+
+    def _within(self, contexts: Sequence[Callable[[], Any]], run: Callable[[], list[list[Any]]]) -> list[list[Any]]:
+        """Calls ``run`` within all contexts; an ExitStack forgets one where an interruption comes right behind its entry."""
+        if not contexts:
+            return run()
+        with contexts[0]():
+            return self._within(contexts[1:], run)
+
+    def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Any]]:
+        state = self._state
+        counted = state.batches_done
+        state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+        call_all(self._start)
+        call_all(self._epoch_start)
+        outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
+        state.batches_done = counted
+        self._agree_on_the_end()
+        if not self.cut_short:
+            self._call_end()
         return outputs
 
     def _agree_on_the_end(self) -> None:
