@@ -189,7 +189,7 @@ class Owner(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.number, self.text, self.nan, self.nothing = 1, "a", float("nan"), None
         self.items, self.table, self.names = [1, [2]], {"a": {"b": []}}, {1, 2}
-        self.tensor = torch.zeros(2)
+        self.tensor, self.pair = torch.zeros(2), (1, (2, 3))
 
 
 EFFECTS = {
@@ -227,6 +227,8 @@ CHANGES = {
     "a mode": (lambda one: one.eval(), "training"),
     "a hyper-parameter": (lambda one: one.hparams.update(lr=0.2), "lr"),
     "one that is gone": (lambda one: delattr(one, "text"), "text"),
+    "one of a tuple": (lambda one: setattr(one, "pair", (1, (2, 4))), "pair"),
+    "a loose tensor": (lambda one: setattr(one, "tensor", torch.zeros(2)), "tensor"),
     "frozen": (lambda one: one.layer.weight.requires_grad_(False), ""),
     "other memory": (lambda one: setattr(one.layer.weight, "data", torch.zeros(2, 2)), ""),
     "another parameter": (lambda one: setattr(one.layer, "bias", nn.Parameter(torch.zeros(2))), ""),

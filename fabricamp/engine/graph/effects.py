@@ -92,7 +92,7 @@ class Constants:
         self._plain = [
             (table, itemgetter(*names), names)
             for table in (*map(vars, modules), hparams)
-            if (names := [name for name, value in table.items() if isinstance(value, _PLAIN)])
+            if (names := [name for name, value in table.items() if _is_plain(value)])
         ]
         self._values = [get(table) for table, get, _ in self._plain]
         self._children = [
@@ -101,7 +101,13 @@ class Constants:
             for table in (one._modules, one._parameters, one._buffers)
             if table
         ]
-        self._tensors = [*module.parameters(), *module.buffers()]
+        self._loose = [
+            (table, name, value)
+            for table in map(vars, modules)
+            for name, value in table.items()
+            if isinstance(value, Tensor)
+        ]
+        self._tensors = [*module.parameters(), *module.buffers(), *(value for _, _, value in self._loose)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._trained = list(map(_requires_grad, self._tensors))
 
@@ -110,6 +116,8 @@ class Constants:
         for table, children in self._children:
             if len(table) != len(children) or not all(map(operator.is_, table.values(), children)):
                 return False
+        if any(table.get(name) is not value for table, name, value in self._loose):
+            return False
         try:
             plain = all(get(table) == values for (table, get, _), values in zip(self._plain, self._values, strict=True))
         except KeyError:
@@ -127,7 +135,11 @@ class Constants:
             for name, value in zip(names, before, strict=True):
                 if name not in table or not _same(value, table[name], 0):
                     return name
-        return ""
+        return next((name for table, name, value in self._loose if table.get(name) is not value), "")
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 _requires_grad: Final = operator.attrgetter("requires_grad")

@@ -124,8 +124,7 @@ class GraphUpdate(Update):
         effect = None if attributes is None else attributes.changed()
         if effect is not None:
             self._give_up(
-                f"training_step changes {effect}, which a replay would not; keep it in a buffer on the device, or change it in "
-                "on_train_batch_end"
+                f"training_step changes {effect}, which a replay would not; keep it in a buffer on the device"
             )
         drawn = next((name for name, state in host_generators().items() if generators[name] != state), "")
         if drawn:
