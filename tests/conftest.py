@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # starts would wait 10 s for it; no test needs a name that is not in /etc/hosts (resolv.conf(5): no attempts, no query).
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
+import gc
 import signal
 import sys
 
@@ -35,6 +36,17 @@ def _leaves_one_thread():
     """With two, every later test of this process is ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays to the end: a garbage collection would look at it in vain, for half a second each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
