@@ -9,85 +9,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-    from fabricamp import (
-        apex as apex,
-    )
-    from fabricamp import (
-        callbacks as callbacks,
-    )
-    from fabricamp import (
-        core as core,
-    )
-    from fabricamp import (
-        data as data,
-    )
-    from fabricamp import (
-        errors as errors,
-    )
-    from fabricamp import (
-        loggers as loggers,
-    )
-    from fabricamp import (
-        nn as nn,
-    )
-    from fabricamp import (
-        ops as ops,
-    )
-    from fabricamp import (
-        optimizers as optimizers,
-    )
-    from fabricamp import (
-        precision as precision,
-    )
-    from fabricamp import (
-        profilers as profilers,
-    )
-    from fabricamp import (
-        strategies as strategies,
-    )
-    from fabricamp import (
-        trainer as trainer,
-    )
-    from fabricamp import (
-        tuner as tuner,
-    )
-    from fabricamp import (
-        utilities as utilities,
-    )
-    from fabricamp.callbacks.base import Callback
-    from fabricamp.core import LightningDataModule, LightningModule
-    from fabricamp.cuda_graph import CudaGraph
-    from fabricamp.data import DataModule
-    from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
-    from fabricamp.module import TrainingModule
-    from fabricamp.ops import clip_grad_norm_
-    from fabricamp.precision import OptLevel
-    from fabricamp.rng import seed_everything
-    from fabricamp.strategies import DDP, DelayedDDP
-    from fabricamp.trainer import Trainer
+    from fabricamp import apex as apex
+    from fabricamp import callbacks as callbacks
+    from fabricamp import core as core
+    from fabricamp import data as data
+    from fabricamp import errors as errors
+    from fabricamp import loggers as loggers
+    from fabricamp import nn as nn
+    from fabricamp import ops as ops
+    from fabricamp import optimizers as optimizers
+    from fabricamp import precision as precision
+    from fabricamp import profilers as profilers
+    from fabricamp import strategies as strategies
+    from fabricamp import trainer as trainer
+    from fabricamp import tuner as tuner
+    from fabricamp import utilities as utilities
+    from fabricamp.callbacks.base import Callback as Callback
+    from fabricamp.core import LightningDataModule as LightningDataModule
+    from fabricamp.core import LightningModule as LightningModule
+    from fabricamp.cuda_graph import CudaGraph as CudaGraph
+    from fabricamp.data import DataModule as DataModule
+    from fabricamp.errors import CheckpointError as CheckpointError
+    from fabricamp.errors import ConfigError as ConfigError
+    from fabricamp.errors import DistributedError as DistributedError
+    from fabricamp.errors import FabricampError as FabricampError
+    from fabricamp.errors import NonFiniteError as NonFiniteError
+    from fabricamp.module import TrainingModule as TrainingModule
+    from fabricamp.ops import clip_grad_norm_ as clip_grad_norm_
+    from fabricamp.precision import OptLevel as OptLevel
+    from fabricamp.rng import seed_everything as seed_everything
+    from fabricamp.strategies import DDP as DDP
+    from fabricamp.strategies import DelayedDDP as DelayedDDP
+    from fabricamp.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "DDP",
-    "Callback",
-    "CheckpointError",
-    "ConfigError",
-    "CudaGraph",
-    "DataModule",
-    "DelayedDDP",
-    "DistributedError",
-    "FabricampError",
-    "LightningDataModule",
-    "LightningModule",
-    "NonFiniteError",
-    "OptLevel",
-    "Trainer",
-    "TrainingModule",
-    "__version__",
-    "clip_grad_norm_",
-    "seed_everything",
-]
 
 _PARTS = (
     "apex",
@@ -126,6 +81,9 @@ _HOMES = {
     "clip_grad_norm_": "fabricamp.ops",
     "seed_everything": "fabricamp.rng",
 }
+
+__all__ = list(_HOMES)
+__all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> Any:

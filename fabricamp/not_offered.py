@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable
 from typing import Final
@@ -103,35 +104,9 @@ def words_for(name: str) -> str | None:
     return f"Lightning's {below} is not offered by fabricamp: {NOT_OFFERED[below]} (docs/from-lightning.md)"
 
 
-_HOMES: Final = {
-    "": ("Callback", "LightningDataModule", "LightningModule"),
-    "callbacks": (
-        "BackboneFinetuning",
-        "BaseFinetuning",
-        "BasePredictionWriter",
-        "BatchSizeFinder",
-        "DeviceStatsMonitor",
-        "EMAWeightAveraging",
-        "EarlyStopping",
-        "LambdaCallback",
-        "LearningRateFinder",
-        "LearningRateMonitor",
-        "ModelCheckpoint",
-        "ModelSummary",
-        "ProgressBar",
-        "RichModelSummary",
-        "RichProgressBar",
-        "StochasticWeightAveraging",
-        "TQDMProgressBar",
-        "Timer",
-        "WeightAveraging",
-    ),
-    "loggers": ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
-    "profilers": ("PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"),
-    "strategies": ("DDPStrategy", "SingleDeviceStrategy", "Strategy"),
-    "tuner": ("Tuner",),
-}
-"""Where Lightning's names of classes stand here."""
+_PARTS: Final = ("callbacks", "loggers", "profilers", "strategies", "tuner")
+_HOMES: Final = ("fabricamp", *(f"fabricamp.{part}" for part in _PARTS))
+"""The parts that have classes of Lightning's names."""
 
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 
@@ -143,9 +118,8 @@ def lightnings(value: object) -> str | None:
     if not bases:
         return None
     for base in bases:
-        home = next((home for home, names in _HOMES.items() if base.__name__ in names), None)
-        if home is not None:
-            path = f"fabricamp.{home}" if home else "fabricamp"
+        path = next((path for path in _HOMES if base.__name__ in importlib.import_module(path).__all__), None)
+        if path is not None:
             whose = "is Lightning's" if base is kind else f"derives from Lightning's {base.__name__}"
             return f"{kind.__name__} {whose}; change the import: from {path} import {base.__name__}"
         section = base.__module__.split(".")[2:3]

@@ -6,57 +6,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabricamp.callbacks.amp_state import AmpState
-    from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
-    from fabricamp.callbacks.base import CALLBACKS, Callback
-    from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
-    from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor
-    from fabricamp.callbacks.divergence_check import DivergenceCheck
-    from fabricamp.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-    from fabricamp.callbacks.ema import EMA
-    from fabricamp.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-    from fabricamp.callbacks.lambda_function import LambdaCallback
-    from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
-    from fabricamp.callbacks.lr_finder import LearningRateFinder
-    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
-    from fabricamp.callbacks.model_summary import ModelSummary
-    from fabricamp.callbacks.prediction_writer import BasePredictionWriter
-    from fabricamp.callbacks.progress.rich_progress import RichProgressBar
-    from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar
-    from fabricamp.callbacks.progress_bar import ProgressBar
-    from fabricamp.callbacks.rich_model_summary import RichModelSummary
-    from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
-    from fabricamp.callbacks.timer import Timer
-    from fabricamp.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-
-__all__ = [
-    "CALLBACKS",
-    "EMA",
-    "AmpState",
-    "AsyncCheckpoint",
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "Callback",
-    "DeviceStatsMonitor",
-    "DivergenceCheck",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "EarlyStoppingReason",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ModelSummary",
-    "ProgressBar",
-    "RichModelSummary",
-    "RichProgressBar",
-    "StochasticWeightAveraging",
-    "TQDMProgressBar",
-    "Timer",
-    "WeightAveraging",
-]
+    from fabricamp.callbacks.amp_state import AmpState as AmpState
+    from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
+    from fabricamp.callbacks.base import CALLBACKS as CALLBACKS
+    from fabricamp.callbacks.base import Callback as Callback
+    from fabricamp.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from fabricamp.callbacks.divergence_check import DivergenceCheck as DivergenceCheck
+    from fabricamp.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from fabricamp.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from fabricamp.callbacks.ema import EMA as EMA
+    from fabricamp.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from fabricamp.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from fabricamp.callbacks.lambda_function import LambdaCallback as LambdaCallback
+    from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
+    from fabricamp.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
+    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from fabricamp.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricamp.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from fabricamp.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
+    from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+    from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar
+    from fabricamp.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
+    from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from fabricamp.callbacks.timer import Timer as Timer
+    from fabricamp.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from fabricamp.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 _FILES = {
     "AmpState": "amp_state",
@@ -86,6 +61,8 @@ _FILES = {
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
+
+__all__ = list(_FILES)
 
 
 def __getattr__(name: str) -> Any:

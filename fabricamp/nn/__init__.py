@@ -6,24 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabricamp.nn.conversion import convert_syncbn_model, create_syncbn_process_group, revert_syncbn_model
-    from fabricamp.nn.fusion import fuse
-    from fabricamp.nn.losses import SoftmaxCrossEntropyLoss
-    from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
-    from fabricamp.nn.sync_batch_norm import SyncBatchNorm
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "SoftmaxCrossEntropyLoss",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-    "fuse",
-    "revert_syncbn_model",
-]
+    from fabricamp.nn.conversion import convert_syncbn_model as convert_syncbn_model
+    from fabricamp.nn.conversion import create_syncbn_process_group as create_syncbn_process_group
+    from fabricamp.nn.conversion import revert_syncbn_model as revert_syncbn_model
+    from fabricamp.nn.fusion import fuse as fuse
+    from fabricamp.nn.losses import SoftmaxCrossEntropyLoss as SoftmaxCrossEntropyLoss
+    from fabricamp.nn.norms import FusedLayerNorm as FusedLayerNorm
+    from fabricamp.nn.norms import FusedRMSNorm as FusedRMSNorm
+    from fabricamp.nn.norms import MixedFusedLayerNorm as MixedFusedLayerNorm
+    from fabricamp.nn.norms import MixedFusedRMSNorm as MixedFusedRMSNorm
+    from fabricamp.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
 _HOMES = {
     "FusedLayerNorm": "fabricamp.nn.norms",
@@ -37,6 +29,8 @@ _HOMES = {
     "fuse": "fabricamp.nn.fusion",
     "revert_syncbn_model": "fabricamp.nn.conversion",
 }
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
