@@ -48,6 +48,25 @@ def test_what_a_fit_was_started_as_and_on():
     assert list(content["best"]) == ["val_loss"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        (["--api-key", "geheim", "--lr", "1"], ["--api-key", "***", "--lr", "1"]),
+        (["--wandb_api_key=geheim"], ["--wandb_api_key=***"]),
+        (["-password", "geheim"], ["-password", "***"]),
+        (["module.hfToken=geheim"], ["module.hfToken=***"]),
+        (["+data.db.PASSWORD=a=b"], ["+data.db.PASSWORD=***"]),
+        (["--storage", "postgresql://me:geheim@host/db"], ["--storage", "postgresql://me:***@host/db"]),
+        (["--token", "--lr", "1"], ["--token", "--lr", "1"]),
+        (["--max-tokens", "512", "--tokenizer=gpt2"], ["--max-tokens", "512", "--tokenizer=gpt2"]),
+        (["--monkey", "a", "--key=b", "https://host:80/a@b"], ["--monkey", "a", "--key=b", "https://host:80/a@b"]),
+    ],
+)
+def test_secrets_of_the_command_line_are_not_written(monkeypatch, typed, kept):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
+    assert fit()["command"] == ["python", "train.py", *kept]
+
+
 def test_while_it_runs_and_after_a_failure():
     class Fails(Classifier):
         def training_step(self, batch, batch_idx):
