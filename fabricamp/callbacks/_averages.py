@@ -49,6 +49,8 @@ class Averages:
         self.count: int | Tensor = 0
         self.begun = False
         """Whether there was an update; before it there is no average."""
+        self.applied: Tensor | None = None
+        """How many steps were applied by the last update, on the device, where steps may be skipped; before one, so far."""
         self._rule = rule
         self._device = device
         self._use_buffers = use_buffers
@@ -86,10 +88,11 @@ class Averages:
     # -- updates -----------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update(self, applied: Tensor | None) -> None:
+    def update(self, applied: Tensor | None, *, anyway: bool = False) -> None:
         """Moves the averages; the first update makes them the weights.
 
-        ``applied``: a number on the device, 0 where the step was skipped, which then is no update; None where none is.
+        ``applied``: how many steps were applied so far, a number on the device: where there was none since the last update, this
+        is no update, except ``anyway``.  None where none is skipped.
         """
         self.begun = True
         averages, weights = self._moved, self._weights
@@ -99,12 +102,14 @@ class Averages:
             self._move(averages, weights, self.count)
             self.count += 1
             return
+        assert applied is not None, "else the number of updates is known to the host"
+        assert self.applied is not None
         if isinstance(self.count, int):
-            device = averages[0].device if applied is None or not averages else applied.device
-            self.count = torch.full((), self.count, dtype=torch.int64, device=device)
-        counts = torch.ones_like(self.count) if applied is None else applied
-        self._move_where(averages, weights, self.count, counts)
-        self.count = self.count + (counts != 0)
+            self.count = torch.full((), self.count, dtype=torch.int64, device=applied.device)
+        moved = torch.ones_like(self.count) if anyway else torch.ne(applied, self.applied).long()
+        self.applied = applied.clone()
+        self._move_where(averages, weights, self.count, moved)
+        self.count = self.count + moved
 
     def _move(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
         if count == 0:
@@ -116,15 +121,15 @@ class Averages:
                 averages, _like(weights, averages), torch.tensor(count, dtype=torch.int64, device=averages[0].device)
             )
 
-    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, applied: Tensor) -> None:
+    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, moved: Tensor) -> None:
         if self._rule.share is not None:
-            share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * (applied != 0).double())
+            share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * moved.double())
             ops.ema(weights, averages, 1 - share)
             return
         before, values = [one.clone() for one in averages], _like(weights, averages)
         self._rule.run(averages, values, count)
         for average, old, value in zip(averages, before, values, strict=True):
-            first, counts = (count == 0).to(average.device), (applied != 0).to(average.device)
+            first, counts = (count == 0).to(average.device), (moved != 0).to(average.device)
             average.copy_(torch.where(first, value, torch.where(counts, average, old)))
 
     # -- in the weights' place ---------------------------------------------------------------------------------------------------

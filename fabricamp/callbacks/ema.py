@@ -12,8 +12,8 @@ class EMA(WeightAveraging):
 
     The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; it begins as
     the weights behind the first update.  Validation, test and prediction run with it, a module has it at the end of training,
-    and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  A step that was skipped for
-    overflow is no update.
+    and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  Where every step since the
+    last update was skipped for overflow there is no update.
 
     Args:
         decay: what is kept of the average in each update.

@@ -29,8 +29,8 @@ class WeightAveraging(Callback):
 
     The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; what is
     frozen and other buffers stay the module's own.  Validation, test and prediction run with it, a module has it at the end of
-    training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  A step that was
-    skipped for overflow is no update, and no wait for the device finds that out.
+    training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  Where every step
+    since the last update was skipped for overflow there is no update, and no wait for the device finds that out.
 
     Args:
         device: where the average is kept; None: where the weights are.
@@ -74,7 +74,7 @@ class WeightAveraging(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the run that it is in."""
-        own = ("_averages", "_raw", "_saved", "_module")
+        own = ("_averages", "_raw", "_saved", "_applied_at_update", "_module")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,6 +85,7 @@ class WeightAveraging(Callback):
         self._averages: Averages | None = None
         self._raw: dict[str, Tensor] | None = None  # the weights, while the average stands in their place
         self._saved: dict[str, Any] | None = None
+        self._applied_at_update: Tensor | None = None  # of a run that this one goes on from
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
     def _average_of(self, module: TrainingModule) -> Averages | None:
@@ -110,6 +111,9 @@ class WeightAveraging(Callback):
         averages.follow(pl_module, trainer.optimizers, saved and saved["average"])
         if saved is not None:
             averages.count, averages.begun = saved["count"], True
+        applied, at_update = _applied(trainer), self._applied_at_update
+        if applied is not None:
+            averages.applied = applied.clone() if at_update is None else at_update.to(applied)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Takes in what is trained from this epoch on."""
@@ -125,8 +129,7 @@ class WeightAveraging(Callback):
             return
         self._latest_step = step
         if self._averages is not None and self.should_update(step_idx=step - 1):
-            verdicts = trainer.precision_plugin.verdicts
-            self._averages.update(None if verdicts is None else verdicts.last_applied)
+            self._averages.update(_applied(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Updates behind an epoch, where that is due."""
@@ -135,7 +138,7 @@ class WeightAveraging(Callback):
             return
         self._latest_epoch = epoch
         if self._averages is not None and self.should_update(epoch_idx=epoch):
-            self._averages.update(None)
+            self._averages.update(_applied(trainer), anyway=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Leaves the average in the module; the weights stay for checkpoints that are written from here on."""
@@ -160,13 +163,16 @@ class WeightAveraging(Callback):
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which steps and epochs were looked at."""
-        return {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+        """Which steps and epochs were looked at, and how many steps were applied by the last update where some are skipped."""
+        applied = None if self._averages is None else self._averages.applied
+        looked_at = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+        return looked_at if applied is None else {**looked_at, "applied_steps": applied}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes that back."""
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", self._latest_epoch)
+        self._applied_at_update = state_dict.get("applied_steps")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Puts the average beside the weights."""
@@ -239,6 +245,12 @@ class EMAWeightAveraging(WeightAveraging):
             return every > 0 and step_idx % every == 0 and (start is None or step_idx >= start)
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first
+
+
+def _applied(trainer: Trainer) -> Tensor | None:
+    """How many steps were applied, on the device; None where none is skipped."""
+    verdicts = trainer.precision_plugin.verdicts
+    return None if verdicts is None else verdicts.applied_on_device
 
 
 def exponential(owner: object, decay: float) -> Rule:

@@ -212,11 +212,6 @@ class LossScaler:
         )
         return verdict, at_floor
 
-    @property
-    def last_applied(self) -> Tensor:
-        """Whether the last window was applied: 1 or 0, a word of its slot on the device, which a later window writes to."""
-        return self._ring[(self.windows - 1) % SLOTS, _FINITE]
-
     def slot_of(self, overflow: Overflow) -> int:
         """Returns the slot of the window that ``overflow`` is of; the last one's where that has been used again since."""
         recent = self.windows_since(overflow) < SLOTS

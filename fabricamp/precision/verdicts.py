@@ -58,9 +58,9 @@ class Verdicts:
         return self.scaler.known.skipped_steps
 
     @property
-    def last_applied(self) -> Tensor:
-        """Whether the last window was applied: 1 or 0, on the device, known there before the host knows; it changes later."""
-        return self.scaler.last_applied
+    def applied_on_device(self) -> Tensor:
+        """The number of windows applied, on the device, known there before the host knows; a later window changes it."""
+        return self.scaler.state.applied
 
     @property
     def window_tensors(self) -> list[Tensor]:
