@@ -113,6 +113,7 @@ class RunState:
         "passed",
         "scope",
         "should_stop",
+        "skipped_before",
         "stage",
         "started",
         "status",
@@ -130,6 +131,7 @@ class RunState:
         self.epoch = 0
         self.epoch_ended = False
         self.global_step = 0
+        self.skipped_before = 0  # of these, in the fits before this one
         self.batch_idx = 0
         self.batches_done = 0
         # The micro-batches of the epoch as the loop takes them, numbered; None outside of it.
@@ -170,6 +172,7 @@ class RunState:
         within_ended = self.batch_idx > 0 and self.closed_at == self.batches_done
         state.epoch = self.epoch + within_ended
         state.global_step, state.validations = self.global_step, self.validations
+        state.skipped_before = self.skipped_before
         state.batches_done = state.closed_at = state.validated_at = self.batches_done
         return state
 

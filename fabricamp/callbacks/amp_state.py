@@ -53,7 +53,8 @@ class AmpState(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Counts overflows from here on."""
         self._due = trainer.global_step + 1
-        self._skipped, self._overflowed_at = _scale_and_skips(trainer.precision_plugin)[1], -1
+        verdicts = trainer.precision_plugin.verdicts
+        self._skipped, self._overflowed_at = 0 if verdicts is None else verdicts.skipped_steps, -1
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,7 +116,7 @@ class AmpState(Callback):
     def _log(self, trainer: Trainer, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        scale, skipped = _scale_and_skips(trainer.precision_plugin)
+        scale, skipped = _scale(trainer.precision_plugin), trainer.skipped_steps
         values = {
             "amp/loss_scale": scale,
             "amp/applied_steps": float(step - skipped),
@@ -124,11 +125,11 @@ class AmpState(Callback):
         trainer.delivery.log_metrics(values, max(step - 1, 0))
 
 
-def _scale_and_skips(precision: Precision) -> tuple[float, int]:
-    """The loss scale and the skipped steps, as far as the host knows without waiting."""
+def _scale(precision: Precision) -> float:
+    """The loss scale, as far as the host knows without waiting."""
     if precision.verdicts is not None:
-        return precision.verdicts.scale, precision.verdicts.skipped_steps
-    return float(precision.state_dict().get("loss_scale", 1.0)), 0
+        return precision.verdicts.scale
+    return float(precision.state_dict().get("loss_scale", 1.0))
 
 
 def _prefix_of(module: nn.Module, model: nn.Module | None) -> str:

@@ -81,6 +81,7 @@ class Counters(Section):
             "loops.fit.batch_idx": batches,
             "loops.fit.batches_done": done,
             "loops.fit.validations": state.validations + in_its_end,
+            "loops.fit.skipped_before": state.skipped_before,
             "loops.fit.stop": state.stop_reason if state.should_stop and state.stop_reason != NON_FINITE else "",
             "loops.fit.interrupted": state.interrupted,
             "loops.fit.closed": state.epoch_ended or state.closed_at == state.batches_done,
@@ -104,6 +105,7 @@ class Counters(Section):
         state.batch_idx = _counter(position, "batch_idx", path, within="loops.fit.")
         state.batches_done = _counter(position, "batches_done", path, within="loops.fit.")
         state.validations = _counter(position, "validations", path, within="loops.fit.")
+        state.skipped_before = _counter(position, "skipped_before", path, within="loops.fit.")
         state.validated_at = state.batches_done if position.get("validated", True) else -1
         state.closed_at = state.batches_done if position.get("closed", True) else -1
         waits = state.global_step < settings.min_steps or state.epoch < settings.min_epochs

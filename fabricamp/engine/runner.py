@@ -65,7 +65,6 @@ class Runner:
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
-        self.skipped_in_workers = 0
         self.device_indices = device_indices
         self._given_callbacks = given_callbacks
         self._default_callbacks = default_callbacks

@@ -178,7 +178,10 @@ class Session:
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
         accumulates = self.settings.accumulate_grad_batches > 1
+        state = self.trainer.state
+        skipped, state.skipped_before = self.trainer.skipped_steps, 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
+        state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts anew
         self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
 

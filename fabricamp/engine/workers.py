@@ -52,7 +52,7 @@ def start_workers(
 
 def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
     trainer = runner.trainer
-    trainer.log_dir, runner.skipped_in_workers = outcome["log_dir"], outcome["skipped_steps"]
+    trainer.log_dir, trainer.state.skipped_before = outcome["log_dir"], outcome["skipped_steps"]
     for name, value in outcome["state"].items():
         setattr(trainer.state, name, value)
     for logger, identity in zip(trainer.loggers, outcome["loggers"], strict=True):

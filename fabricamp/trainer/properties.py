@@ -188,9 +188,8 @@ class TrainerProperties(TrainerLimits):
     @property
     def skipped_steps(self) -> int:
         """The number of windows skipped for overflow; during training as of two steps ago, exact after it."""
-        if self._runner.launches:
-            return self._runner.skipped_in_workers
-        return 0 if self.precision_plugin.verdicts is None else self.precision_plugin.verdicts.skipped_steps
+        verdicts = self.precision_plugin.verdicts if self.state.global_step else None
+        return self.state.skipped_before + (0 if verdicts is None else verdicts.skipped_steps)
 
     @property
     def training(self) -> bool:

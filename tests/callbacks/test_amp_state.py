@@ -85,6 +85,30 @@ def test_an_overflow_is_told_with_the_parameter_s_name(caplog, precision):
     assert "at step 6 " in told[1]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_fit_counts_the_first_ones_skips(tmp_path, processes):
+    overflows, options = Overflows("net.0.bias", 1, 2, 6), {}
+    if processes > 1:
+        options = {"devices": processes, "strategy": "ddp", "start_method": "fork"}
+    logger = CSVLogger(tmp_path, "run", version="second")
+    trainer = quiet_trainer(max_steps=4, max_epochs=-1, precision="O2", callbacks=[AmpState(), overflows], **options)
+    trainer.fit(Adam(), loader(80))
+    assert trainer.skipped_steps == 2
+    trainer.fit_loop.epoch_loop.max_steps, trainer.logger = 8, logger
+    trainer.fit(Adam(), loader(80))
+    assert (trainer.global_step, trainer.skipped_steps) == (8, 3)
+    header, *rows = (tmp_path / "run" / "second" / "metrics.csv").read_text().splitlines()
+    logged = dict(zip(header.split(","), rows[-1].split(","), strict=True))
+    assert (float(logged["amp/applied_steps"]), float(logged["amp/skipped_steps"])) == (5, 3)
+    if processes == 1:
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+        resumed = quiet_trainer(max_steps=9, max_epochs=-1, precision="O2", callbacks=Overflows("net.0.bias", 8))
+        resumed.fit(Adam(), loader(80), ckpt_path=tmp_path / "file.ckpt")
+        assert resumed.skipped_steps == 4
+    trainer.reset()
+    assert trainer.skipped_steps == 0
+
+
 def test_nothing_is_told_where_nothing_overflows(caplog):
     with caplog.at_level(logging.WARNING, "fabricamp"):
         quiet_trainer(max_steps=6, max_epochs=-1, precision="O0", callbacks=AmpState()).fit(Adam(), loader(40))

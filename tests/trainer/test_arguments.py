@@ -185,5 +185,5 @@ def test_defaults_are_accepted_and_limits_are_whole_numbers(tmp_path):
 def test_completion_shows_beside_fit_what_is_the_users():
     shown = {name for name in dir(Trainer(**QUIET)) if not name.startswith("_")}
     assert {"fit", "validate", "test", "predict", "save_checkpoint", "stop", "callbacks", "state"} <= shown
-    internals = {"run", "become_worker", "take_callbacks", "session", "settings", "skipped_in_workers", "num_processes"}
+    internals = {"run", "become_worker", "take_callbacks", "session", "settings", "num_processes"}
     assert not shown & internals
