@@ -129,6 +129,8 @@ class Session:
             if ckpt_path is not None and self.trainer.loggers:
                 join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
         self._log_hyperparams()
+        if self.fn is TrainerFn.FITTING:
+            self.delivery.begin()
 
     def attach(self) -> None:
         """Ties module and data to this run."""

@@ -59,6 +59,9 @@ class Logger(NamesKeywords):
         trouble: Trouble = self.__dict__.setdefault("_trouble", Trouble(type(self).__name__))
         return trouble
 
+    def begin(self) -> None:
+        """Called once before the first step of a fit, on rank 0: for what may take long, such as a server's answer."""
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0."""
 

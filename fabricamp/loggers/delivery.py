@@ -21,6 +21,12 @@ class Delivery:
         self._waits: dict[int, threading.Thread] = {}
         self._error: BaseException | None = None
 
+    def begin(self) -> None:
+        """Lets every logger do before the first step what may take long."""
+        for one in self._loggers:
+            with one.trouble.guard():
+                one.begin()
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Gives every logger these values."""
         self._raise_error()

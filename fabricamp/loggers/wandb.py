@@ -34,7 +34,7 @@ _OWN = (
 
 
 class WandbLogger(Logger):
-    """Logs to a run of Weights & Biases, which rank 0 opens when the first value comes and leaves open behind ``fit``.
+    """Logs to a run of Weights & Biases, which rank 0 opens before the first step and leaves open behind ``fit``.
 
     Training goes on where the server cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A run that
     goes on from a checkpoint goes on in its run, unless ``id`` is given; values behind the checkpoint stand there twice.  A run
@@ -150,6 +150,12 @@ class WandbLogger(Logger):
         """Takes rank 0's id."""
         self._id = identity
         self._folder_name = self._folder_name or identity
+
+    def begin(self) -> None:
+        """Opens the run: where the server cannot be reached that takes a minute and a half."""
+        if writes():
+            with self._reaches():
+                _ = self.experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""

@@ -303,6 +303,17 @@ def test_a_server_that_cannot_be_reached_is_asked_once_a_fit(monkeypatch):
         assert "4 rows are lost, of the steps 0 to 3: timed out" in str(told[-1].message)
 
 
+def test_no_step_waits_for_the_run_to_open(monkeypatch):
+    class Notes(Classifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(wandb.run is not None)
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    fit(WandbLogger(), model=Notes())
+    assert seen == [True] * 4
+
+
 def test_a_wrong_key_ends_the_fit(monkeypatch):
     def refuses(**options):
         raise wandb.errors.AuthenticationError("invalid key")
