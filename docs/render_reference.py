@@ -15,8 +15,8 @@ from fabricamp.hooks import ModuleHooks
 HEAD = """# Reference
 
 `python docs/render_reference.py` makes this page from the docstrings, which `help(fabricamp.Trainer)` and so on show too.
-[Trainer](#trainer), [TrainingModule](#trainingmodule), [hooks](#order-of-hooks), [DataModule](#datamodule), [Callback](#callback),
-[callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies),
+[Trainer](#trainer), [TrainingModule](#trainingmodule), [hooks](#order-of-hooks), [DataModule](#datamodule),
+[ResidentLoader](#residentloader), [Callback](#callback), [callbacks](#callbacks), [loggers](#loggers), [strategies](#strategies),
 [Tuner](#tuner), [profilers](#profilers), [precision](#precision), [the rest](#the-rest).
 """
 ENTRIES = ("fit", "validate", "test", "predict")
@@ -198,7 +198,8 @@ def dedent(block: str) -> str:
 
 def data() -> list[str]:
     kind = fabricamp.DataModule
-    return [described("DataModule", kind, 2), faces(kind, documented(kind, public(kind)))]
+    parts = [described("DataModule", kind, 2), faces(kind, documented(kind, public(kind)))]
+    return [*parts, described("ResidentLoader", fabricamp.data.ResidentLoader, 2)]
 
 
 def all_callbacks() -> list[str]:

@@ -5,6 +5,7 @@ from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.lengths import check_equal_lengths, check_limit, limit_batches, loader_length
 from fabricamp.data.loaders import draw_a_pass, release_workers, set_epoch, wire_loader
+from fabricamp.data.resident import ResidentLoader, is_resident
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.data.transfer import move_to_device
 
@@ -13,11 +14,13 @@ __all__ = [
     "DataModule",
     "EvalSampler",
     "Feed",
+    "ResidentLoader",
     "TrainSampler",
     "check_equal_lengths",
     "check_limit",
     "combine",
     "draw_a_pass",
+    "is_resident",
     "limit_batches",
     "loader_length",
     "move_to_device",

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from fabricamp.data.combined import CombinedLoader
 from fabricamp.data.orders import DrawnOrder, SeededOrder
+from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import DrawingSampler, EvalSampler, SharingSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.errors import ConfigError
@@ -27,6 +28,7 @@ def wire_loader(
     distributed_sampler: bool = True,
     overfit: float = 0,
     per_sample_seed: bool = False,
+    device: torch.device | None = None,
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
@@ -35,11 +37,12 @@ def wire_loader(
     Evaluation on several ranks reads in order.  Any other loader is used as it is, which is said once where ranks could read
     the same data.  With ``distributed_sampler`` False every rank reads the whole dataset; with ``overfit`` nothing is
     shuffled, so that the first batches are the same in each epoch.  ``per_sample_seed`` seeds each sample that is trained
-    on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.
+    on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.  The data of a
+    :class:`ResidentLoader` come to ``device``.
     """
     if isinstance(loader, CombinedLoader):
         options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
-        options["per_sample_seed"] = per_sample_seed
+        options.update(per_sample_seed=per_sample_seed, device=device)
         wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
         return loader.map(wire)
     sampler = _plain_sampler(loader)
@@ -49,6 +52,10 @@ def wire_loader(
                 f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "
                 "torch's DataLoader with its default sampler over such a dataset, or leave per_sample_seed out"
             )
+        if isinstance(loader, ResidentLoader):
+            place, places = (rank, world_size) if distributed_sampler else (0, 1)
+            sharing = _resident_sampler(loader, place, places, seed, train=train, shuffle=not overfit)
+            return loader.shared_out(sharing, device)
         if rank == 0:
             _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
         return loader
@@ -130,6 +137,17 @@ def _train_sampler(
     if not seeded:
         drawn.load_state_dict({"state": torch.Generator().manual_seed(seed).get_state()}, apart=True)
     return SharingSampler(loader.dataset, *seeded, drawn, **options)
+
+
+def _resident_sampler(
+    loader: ResidentLoader, rank: int, world_size: int, seed: int, *, train: bool, shuffle: bool
+) -> TrainSampler | EvalSampler:
+    size = loader.dataset_size
+    if not train:
+        return EvalSampler(size, rank=rank, world_size=world_size)
+    seed = seed if loader.seed is None else loader.seed
+    order = SeededOrder(size, shuffle=shuffle and loader.shuffle, seed=seed)
+    return TrainSampler(order, rank=rank, world_size=world_size, earlier_seed=seed)
 
 
 def _samples_ahead(loader: DataLoader[Any]) -> int:

@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from fabricamp.data.orders import Draw
+from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.rng import isolate_rng, restore_rng
@@ -91,6 +92,8 @@ def draws_while_reading(loader: Any) -> bool:
     """Whether reading a batch may draw from this process's generators, and a resumed pass could draw the same again."""
     if own_sampler(loader) is None:
         return is_stateful(loader)
+    if isinstance(loader, ResidentLoader):
+        return loader.transform is not None
     known = isinstance(loader.dataset, TensorDataset | SeededDataset) and loader.collate_fn is default_collate
     return loader.num_workers == 0 and not known
 

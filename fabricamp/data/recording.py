@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from fabricamp.data.resident import ResidentLoader
 
 
 class NotedIndices:
@@ -44,6 +47,10 @@ class NotedIndices:
 
 def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
     """Returns a copy of ``loader`` that notes its batches' indices, and the notes; ``loader`` and None where nobody can know."""
+    if isinstance(loader, ResidentLoader):
+        batches = NotedIndices(torch.split(loader.sampler.taken(), loader.batch_size))
+        list(batches)
+        return loader, batches
     if not _asks_in_order(loader):
         return loader, None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"

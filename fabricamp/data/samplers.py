@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, Order, numbers
@@ -75,15 +76,20 @@ class TrainSampler(Sampler[Any]):
         return max(self.order.size - self.start + self._rounding, 0) // self.world_size
 
     def __iter__(self) -> Iterator[Any]:
-        start, length, self.start = self.start, len(self), 0
-        if self.world_size == 1:
-            indices = self.order.behind(start)
+        if self.world_size > 1:
+            indices = numbers(self.taken())
         else:
-            places = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
-            if self.order.size > 0:
-                places %= self.order.size
-            indices = numbers(self.order.all()[places])
+            start, self.start = self.start, 0
+            indices = self.order.behind(start)
         return self._tagged(indices) if self.tags else indices
+
+    def taken(self) -> Tensor:
+        """All that the next iteration would give, int64."""
+        start, length, self.start = self.start, len(self), 0
+        places = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
+        if self.order.size > 0:
+            places %= self.order.size
+        return self.order.all()[places]
 
     def _tagged(self, indices: Iterator[int]) -> Iterator[Any]:
         for index in indices:  # the order knows its tag once it is drawn
@@ -119,3 +125,8 @@ class EvalSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._indices)
+
+    def taken(self) -> Tensor:
+        """All that an iteration gives, int64."""
+        share = self._indices
+        return torch.arange(share.start, max(share.stop, share.start), share.step, dtype=torch.int64, device="cpu")

@@ -12,6 +12,7 @@ from fabricamp.data import (
     Feed,
     check_equal_lengths,
     combine,
+    is_resident,
     limit_batches,
     loader_length,
     release_workers,
@@ -153,12 +154,12 @@ class DataSource:
         return (wired.flattened if wired.mode == "sequential" else [wired]), wired.iterables
 
     def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
-        """Returns the loader's batches on the device, one ahead on a GPU unless the user's own hooks move them.
+        """Returns the loader's batches on the device, one ahead on a GPU unless they lie there or the user's own hooks move them.
 
         ``begun``: the run had passes over it before it was resumed.
         """
         owner, own = self._transfer_hooks()
-        device = self._strategy.device
+        device, lies_there = self._strategy.device, is_resident(loader)
         finish: Callable[[Any], Any] | None = None
         if own[2]:
 
@@ -168,10 +169,10 @@ class DataSource:
         feed = Feed(
             loader,
             limit=limit,
-            prepare=self._preparation(owner, own, dataloader_idx),
+            prepare=self._preparation(owner, own, dataloader_idx, moves=device.type != "cpu" and not lies_there),
             finish=finish,
             device=device,
-            prefetch=device.type == "cuda" and not (own[0] or own[1]),
+            prefetch=device.type == "cuda" and not (lies_there or own[0] or own[1]),
             begun=begun,
         )
         self._feeds.append(feed)
@@ -193,12 +194,14 @@ class DataSource:
             return datamodule, [overrides(datamodule, name, DataModule) for name in TRANSFER_HOOKS]
         return self._module, [overrides(self._module, name, ModuleHooks) for name in TRANSFER_HOOKS]
 
-    def _preparation(self, owner: Any, own: list[bool], dataloader_idx: int) -> Callable[[Any], Any] | None:
+    def _preparation(
+        self, owner: Any, own: list[bool], dataloader_idx: int, *, moves: bool
+    ) -> Callable[[Any], Any] | None:
         device, convert = self._strategy.device, self._precision.convert_input
         steps: list[Callable[[Any], Any]] = []
         if own[0]:
             steps.append(lambda batch: owner.on_before_batch_transfer(batch, dataloader_idx))
-        if own[1] or device.type != "cpu":
+        if own[1] or moves:
             steps.append(lambda batch: owner.transfer_batch_to_device(batch, device, dataloader_idx))
         if overrides(self._precision, "convert_input", Precision):
             steps.append(convert)
@@ -239,4 +242,5 @@ class DataSource:
             distributed_sampler=self._settings.use_distributed_sampler,
             overfit=self._settings.overfit_batches,
             per_sample_seed=train and self._settings.per_sample_seed,
+            device=self._strategy.device,
         )

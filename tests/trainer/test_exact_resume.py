@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from fabricamp import Callback, TrainingModule
-from fabricamp.data import CombinedLoader
+from fabricamp.data import CombinedLoader, ResidentLoader
 from fabricamp.loggers import CSVLogger
 from fabricamp.rng import isolate_rng
 from tests.small import data, quiet_trainer
@@ -101,7 +101,22 @@ def torchdatas(**options):
     return kind(Samples(), BATCH, shuffle=True, **options)
 
 
+def resident(size=SIZE):
+    """Tensors on the device, a transform of each batch that draws."""
+    x, y = Samples(size).data.tensors
+    return ResidentLoader(
+        x,
+        y,
+        torch.arange(size),
+        batch_size=BATCH,
+        shuffle=True,
+        transform=lambda one: (one[0] + torch.rand(()), *one[1:]),
+    )
+
+
 DATA = {
+    "resident": resident,
+    "resident beside a stream": lambda: {"a": DataLoader(Stream(), BATCH), "b": resident(8)},
     "shuffled": lambda: DataLoader(Samples(), BATCH, shuffle=True),
     "in order": lambda: DataLoader(Samples(), BATCH),
     "drawing in the main process": lambda: shuffled(Samples(draws=True)),

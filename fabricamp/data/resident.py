@@ -1,0 +1,157 @@
+"""A data set that lies on the device of the run: a batch is gathered there, and nothing has to be read or moved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.containers import CONTAINERS, tensors_within, with_parts
+from fabricamp.data.orders import SeededOrder
+from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.data.transfer import move_to_device
+from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
+
+
+class ResidentLoader(NamesKeywords):
+    """Batches of tensors that lie on the device of the run, gathered there: for data that fit into its memory.
+
+    A ``Trainer`` brings the tensors to its device once, where they stay as long as the loader does.  In each epoch the samples
+    come in a permutation that follows from ``seed`` and epoch alone, that of torch's ``DistributedSampler``; ranks take their
+    shares as from a DataLoader, and a resumed run goes on at its sample.  Evaluations read in order.
+
+    Args:
+        *tensors: as many samples each, along the first dimension; a batch is a tuple of as many, or the tensor where there is
+            one.  One dict, list, tuple or data class of tensors, nested ones too, is the form of a batch.
+        batch_size: samples in a batch, of each rank.
+        shuffle: another order in each epoch.
+        drop_last: leaves out a last batch that is shorter.
+        transform: called with each batch, on the device; what it returns is the batch.
+        seed: what the orders follow from; None is the seed of ``seed_everything``, else 0.
+
+    Raises:
+        ConfigError: for what are no tensors of as many samples each, or do not fit on the device.
+
+    Example:
+        >>> loader = ResidentLoader(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 2]), batch_size=2)
+        >>> [y.tolist() for x, y in loader]
+        [[0, 1], [2]]
+    """
+
+    def __init__(
+        self,
+        *tensors: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        data = tensors[0] if len(tensors) == 1 else tensors
+        with_parts([data], _checked)
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"ResidentLoader: batch_size={batch_size!r} is not allowed; give a whole number from 1")
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"ResidentLoader: transform={transform!r} is no function; give one that takes a batch")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ConfigError(f"ResidentLoader: seed={seed!r} is not allowed; give a whole number from 0, or None")
+        self.batch_size = batch_size
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.transform = transform
+        self.seed = seed
+        self.dataset_size = _common_size(data)
+        self._device = next(tensors_within(data)).device
+        self._placed: dict[torch.device, Any] = {}  # shared with the loaders that are made of this one
+        self._given = data
+        order = SeededOrder(self.dataset_size, shuffle=self.shuffle, seed=seed or 0)
+        self.sampler: TrainSampler | EvalSampler = TrainSampler(order)
+        """Which samples come, in which order."""
+
+    def shared_out(self, sampler: TrainSampler | EvalSampler, device: torch.device | None) -> ResidentLoader:
+        """Returns this loader with the samples of ``sampler``, its data on ``device`` (None: where they are)."""
+        made = copy.copy(self)
+        made.sampler, made._device = sampler, device or self._device
+        made._data()  # where they do not fit, before the first batch
+        return made
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        if isinstance(self.sampler, TrainSampler):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        samples = len(self.sampler) + (0 if self.drop_last else self.batch_size - 1)
+        return samples // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        data, indices, size, transform = self._data(), self.sampler.taken(), self.batch_size, self.transform
+        end = len(indices) - (len(indices) % size if self.drop_last else 0)
+        if self._device.type == "cuda":  # from pinned memory, so that the host waits for nothing
+            indices = indices.pin_memory().to(self._device, non_blocking=True)
+        else:
+            indices = indices.to(self._device)
+        for start in range(0, end, size):
+            batch = _gathered(data, indices[start : start + size])
+            yield batch if transform is None else transform(batch)
+
+    def _data(self) -> Any:
+        """The data on the device."""
+        if self._device not in self._placed:
+            try:
+                self._placed[self._device] = move_to_device(self._given, self._device)
+            except torch.OutOfMemoryError:
+                size = sum(one.nbytes for one in tensors_within(self._given)) / 2**30
+                raise ConfigError(
+                    f"ResidentLoader: {size:.2f} GiB of data do not fit on {self._device}; give a part of them, a smaller dtype, "
+                    "or torch's DataLoader over a TensorDataset"
+                ) from None
+        return self._placed[self._device]
+
+
+def is_resident(loader: Any) -> bool:
+    """Whether every batch of ``loader``, a combined one too, is made on the device."""
+    members = getattr(loader, "flattened", [loader])
+    return all(isinstance(one, ResidentLoader) for one in members)
+
+
+def _gathered(data: Any, indices: Tensor) -> Any:
+    if isinstance(data, Tensor):
+        return data.index_select(0, indices)
+    return with_parts(data, functools.partial(_gathered, indices=indices))
+
+
+def _checked(value: Any) -> Any:
+    """Returns ``value``; raises for what is neither a tensor that samples can be taken from nor a collection of such."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, CONTAINERS) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            return with_parts(value, _checked)
+        cure = "torch.as_tensor(array)" if hasattr(value, "__array__") else "tensors, or a collection of tensors"
+        cure = "*dataset.tensors" if hasattr(value, "tensors") else cure
+        raise ConfigError(f"ResidentLoader: {type(value).__name__} among its data is no tensor; give {cure}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise ConfigError(
+            f"ResidentLoader got a tensor of layout {value.layout}, whose samples cannot be gathered; give a dense one"
+        )
+    if value.dim() == 0:
+        raise ConfigError("ResidentLoader got a tensor without dimensions; the first one counts the samples")
+    if value.requires_grad:
+        raise ConfigError("ResidentLoader got a tensor that requires gradients; give tensor.detach()")
+    return value
+
+
+def _common_size(data: Any) -> int:
+    sizes = [len(one) for one in tensors_within(data)]
+    if len(set(sizes)) != 1:
+        raise ConfigError(
+            f"ResidentLoader got tensors of {sizes} samples; give tensors with equally many along their first dimension"
+            if sizes
+            else "ResidentLoader got no tensor; give at least one"
+        )
+    return sizes[0]
