@@ -117,7 +117,7 @@ REFUSED = {
     "flag": (lambda: ResidentLoader(X, batch_size=True), "batch_size=True is not allowed"),
     "seed": (lambda: ResidentLoader(X, batch_size=1, seed=-1), "seed=-1 is not allowed"),
     "transform": (lambda: ResidentLoader(X, batch_size=1, transform=3), "transform=3 is no function"),
-    "misspelt": (lambda: ResidentLoader(X, batch_size=1, shufle=True), "shuffle"),
+    "misspelt": (lambda: ResidentLoader(X, batch_size=1, shuffles=True), "shuffle"),
 }
 
 
