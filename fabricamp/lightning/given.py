@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-import inspect
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp.callbacks.base import Callback
 from fabricamp.data import CombinedLoader
-from fabricamp.lightning.bases import own_class, place_of
+from fabricamp.lightning.arguments import KNOWN, arguments_of
+from fabricamp.lightning.bases import lightnings_base, own_class, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _AS_THEY_ARE: Final = {
     ("callbacks.callback", "Callback"),
@@ -19,38 +23,14 @@ _AS_THEY_ARE: Final = {
 }
 """Classes whose own methods ask only for what our Trainer has; users' subclasses of them run."""
 
-_ARGUMENTS: Final = {
-    "callbacks.BackboneFinetuning": (
-        "unfreeze_backbone_at_epoch", "lambda_func", "backbone_initial_ratio_lr", "backbone_initial_lr", "should_align",
-        "initial_denom_lr", "train_bn", "verbose", "rounding",
-    ),
-    "callbacks.BatchSizeFinder": (
-        "mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val",
-    ),
-    "callbacks.DeviceStatsMonitor": ("cpu_stats",),
-    "callbacks.EarlyStopping": (
-        "monitor", "min_delta", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
-        "divergence_threshold", "check_on_train_epoch_end", "log_rank_zero_only",
-    ),
-    "callbacks.LearningRateFinder": (
-        "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold", "update_attr", "attr_name",
-    ),
-    "callbacks.LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
-    "callbacks.ModelCheckpoint": (
-        "dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "save_on_exception", "save_weights_only", "mode",
-        "auto_insert_metric_name", "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end",
-        "enable_version_counter",
-    ),
-    "callbacks.ModelSummary": ("max_depth",),
-    "callbacks.RichModelSummary": ("max_depth",),
-    "callbacks.RichProgressBar": ("refresh_rate", "leave"),
-    "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
-    "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
-    "loggers.TensorBoardLogger": (
-        "save_dir", "name", "version", "log_graph", "default_hp_metric", "prefix", "sub_dir", "kwargs",
-    ),
-}  # fmt: skip
-"""Arguments by classes of Lightning's that there is one of ours for.  The objects keep them under these names, or behind a dash."""
+_ANSWERS: Final = {
+    "callbacks.BaseFinetuning": {"freeze_before_training", "finetune_function"},
+    "callbacks.EMAWeightAveraging": {"should_update"},
+    "callbacks.RichProgressBar": {"get_metrics"},
+    "callbacks.TQDMProgressBar": {"get_metrics"},
+    "callbacks.WeightAveraging": {"should_update"},
+}
+"""What ours asks, and a user's subclass of Lightning's may answer."""
 
 _FINDINGS: Final = {
     "callbacks.BatchSizeFinder": ("optimal_batch_size",),
@@ -60,32 +40,43 @@ _FINDINGS: Final = {
         "best_k_models", "best_model_path", "best_model_score", "dirpath", "kth_best_model_path", "kth_value", "last_model_path",
     ),
     "loggers.CSVLogger": ("_version",),
+    "loggers.MLFlowLogger": ("_experiment_id", "_run_id"),
     "loggers.TensorBoardLogger": ("_version",),
+    "loggers.WandbLogger": ("_experiment", "_id"),
 }  # fmt: skip
 """What scripts read of the object that they gave, once the run is over."""
 
-_CADENCES: Final = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-_GIVEN: Final = "_given_as_lightnings"
+_FINDERS: Final = ("callbacks.BatchSizeFinder", "callbacks.LearningRateFinder")
+
+_GIVEN: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+"""Lightning's objects by those of ours that stand for them: not an attribute, for copies and pickles have nothing of it."""
 _LINE: Final = "_line_on_lightnings"
 
 
 def adopted(value: Any) -> Any:
     """Returns ours of the same name and arguments in the place of a callback or logger of Lightning's own.
 
-    Everything else is returned as it is.
+    A user's subclass of one becomes ours where ours asks all that it overrides.  Everything else is returned as it is.
     """
-    name = _known_as(value)
-    arguments = None if name is None else _arguments(value, _ARGUMENTS[name])
-    if name is None or arguments is None:
+    users: Any = type(value)
+    base = own_class(value)
+    name = _name_of(base)
+    if base is None or name is None:
         return value
-    module, _, kind = name.partition(".")
-    ours = getattr(importlib.import_module(f"fabricamp.{module}"), kind)(**arguments)
+    module, _, known = name.partition(".")
+    kind = getattr(importlib.import_module(f"fabricamp.{module}"), known)
+    arguments = arguments_of(value, name, kind)
+    answers = _answers(value, base, kind, name)
+    if arguments is None or answers is None:
+        return value
+    ours = (kind if users is base else _named_as(users, kind))(**arguments)
+    vars(ours).update({one: functools.partial(_answer, value, kind, one) for one in answers})
+    _GIVEN[ours] = value
     shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
-    line = (
-        f"Lightning's {kind} runs as fabricamp.{name}({shown}), which stands in trainer.{module}; the object that was given is "
-        "told its results where the run ends"
-    )
-    vars(ours).update({_GIVEN: value, _LINE: line})
+    whose = f"Lightning's {known}" if users is base else f"{users.__name__}, of Lightning's {known},"
+    asked = f" and is asked for {', '.join(answers)}" if answers else ""
+    told = "; the object that was given is told its results where the run ends" if name in _FINDINGS else ""
+    vars(ours)[_LINE] = f"{whose} runs as fabricamp.{name}({shown}), which stands in trainer.{module}{asked}{told}"
     return ours
 
 
@@ -96,10 +87,72 @@ def lines_of(parts: Iterable[object]) -> list[str]:
 
 def hand_back(parts: Iterable[object]) -> None:
     """Writes what callbacks and loggers have found into the objects of Lightning's that they stand for."""
-    for ours in parts:
-        given = vars(ours).get(_GIVEN)
-        for name in _FINDINGS.get(_known_as(given) or "", ()):
+    there = {id(one) for one in parts}  # what a user wrote may have no hash
+    for ours, given in [*_GIVEN.items()]:
+        for name in _FINDINGS.get(_name_of(own_class(given)) or "", ()) if id(ours) in there else ():
             vars(given)[name] = getattr(ours, name)
+
+
+def _name_of(base: type | None) -> str | None:
+    """Which of :data:`KNOWN` a class of Lightning's is."""
+    place = None if base is None else place_of(base)
+    name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
+    return name if name in KNOWN else None
+
+
+def _answers(value: Any, base: type, kind: type, name: str) -> list[str] | None:
+    """What a user's subclass overrides: answers, and hooks that stand empty there and here; None where it overrides more."""
+    classes = type(value).__mro__
+    own = {one for part in classes[: classes.index(base)] for one in vars(part) if hasattr(base, one)}
+    found = sorted(one for one in own if not one.startswith("__") and one != "_abc_impl")
+    theirs = lightnings_base(base)
+    for one in found:
+        empty = getattr(base, one) is getattr(theirs, one, None) and getattr(kind, one) is getattr(Callback, one, None)
+        if one not in _ANSWERS.get(name, ()) and not (empty and callable(getattr(base, one))):
+            return None
+    return found
+
+
+def _answer(given: Any, kind: type, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a user's method; the helpers that it inherits of Lightning are ours meanwhile, which know master parameters."""
+    with _helped(given, kind):
+        return getattr(given, name)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _helped(given: Any, kind: type) -> Iterator[None]:
+    base = own_class(given)
+    helpers = [one for one, value in vars(kind).items() if isinstance(value, staticmethod)]
+    lent = {one: getattr(kind, one) for one in helpers if getattr(type(given), one) is getattr(base, one, None)}
+    vars(given).update(lent)
+    try:
+        yield
+    finally:
+        for one in lent:
+            vars(given).pop(one, None)
+
+
+@functools.cache
+def _named_as(given: Any, kind: Any) -> Any:
+    """A class of ours by the name of a user's: states in checkpoints have it, and a module's callback replaces its like."""
+    return type(
+        given.__name__,
+        (kind,),
+        {"__qualname__": given.__qualname__, "__reduce__": _reduced, "_named_as": (given, kind)},
+    )
+
+
+def _reduced(ours: Any) -> tuple[Any, ...]:
+    return _blank, type(ours)._named_as, ours.__getstate__()
+
+
+def _blank(given: Any, kind: Any) -> Any:
+    return object.__new__(_named_as(given, kind))
+
+
+def searches_alone(callback: object) -> bool:
+    """Whether Lightning's Tuner put it into the Trainer, for a search that nothing follows."""
+    return _name_of(own_class(callback)) in _FINDERS and bool(vars(callback).get("_early_exit"))
 
 
 def own_loader(value: Any) -> Any:
@@ -120,31 +173,3 @@ def writes_predictions(callback: object) -> bool:
     return any(
         place_of(one) == ("callbacks.prediction_writer", "BasePredictionWriter") for one in type(callback).__mro__
     )
-
-
-def _known_as(value: object) -> str | None:
-    """Which of :data:`_ARGUMENTS` an object is of; a subclass of a user's is of none."""
-    place = place_of(type(value))
-    name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
-    return name if name in _ARGUMENTS else None
-
-
-def _arguments(value: object, names: Iterable[str]) -> dict[str, Any] | None:
-    """The arguments that ``value`` was made with, but for those that are our defaults; None where it keeps them elsewhere."""
-    kept = {"_save_dir": vars(value).get("_root_dir"), **vars(value)}
-    found = {}
-    for name in names:
-        place = f"_{name}" if f"_{name}" in kept else name
-        if place not in kept:
-            return None  # of another release
-        found[name] = kept[place]
-    found.update(found.pop("kwargs", {}))
-    if "min_delta" in found:  # kept with the sign of its mode
-        found["min_delta"] = abs(found["min_delta"])
-    if found.get("name") == "":  # no folder of that name
-        found["name"] = None
-    if any(found.get(name) for name in _CADENCES):  # the others are kept as 0
-        found.update({name: None for name in _CADENCES if not found[name]})
-    home, _, kind = str(_known_as(value)).partition(".")
-    ours = inspect.signature(getattr(importlib.import_module(f"fabricamp.{home}"), kind)).parameters
-    return {name: one for name, one in found.items() if name not in ours or one != ours[name].default}

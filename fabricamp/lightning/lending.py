@@ -148,7 +148,6 @@ def _trainer_face(trainer: Trainer, module: Any, attachment: Attachment) -> _Fac
         trainer,
         _module=module,
         _logger_connector=SimpleNamespace(should_reset_tensors=lambda _: False),
-        _accelerator_connector=SimpleNamespace(is_distributed=trainer.world_size > 1),
         barebones=False,
         precision_plugin=_Face(trainer.precision_plugin, clip_gradients=partial(_clip, module)),
         strategy=strategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.early_stopping import EarlyStopping
@@ -91,6 +92,11 @@ class TrainerProperties(TrainerLimits):
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The learning-rate schedulers and when they step, of this fit or the last one."""
         return self._opened.schedulers
+
+    @property
+    def _accelerator_connector(self) -> SimpleNamespace:
+        """What ``all_gather`` of a LightningModule, and Lightning's Tuner, look at."""
+        return SimpleNamespace(is_distributed=self.world_size > 1)
 
     @property
     def delivery(self) -> Delivery:

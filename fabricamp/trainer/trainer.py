@@ -32,6 +32,7 @@ from fabricamp.trainer.defaults import from_environment, with_defaults
 from fabricamp.trainer.given_parts import as_callbacks, as_loggers
 from fabricamp.trainer.properties import TrainerProperties
 from fabricamp.tuner.finders import search_first
+from fabricamp.tuner.tuning import Tuner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -304,6 +305,8 @@ class Trainer(TrainerProperties):
         """Runs one entry point, in this process or in workers; the four above are its faces."""
         runner = self._runner
         module, source = runner.check_call(fn, module, train, evaluation, datamodule)
+        if Tuner(self).searches_for_lightnings(module, source):
+            return None
         result = None
         if runner.launches:
             run: Callable[[], Any] = functools.partial(

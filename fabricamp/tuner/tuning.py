@@ -8,6 +8,7 @@ from fabricamp import launch
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.errors import ConfigError
+from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.finders import find_batch_size, find_learning_rate
 
@@ -82,8 +83,7 @@ class Tuner:
         options = LearningRateFinder(
             min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr=update_attr, attr_name=attr_name
         )
-        module, source = self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        find_learning_rate(self._trainer, options, module, source, self._somewhere)
+        self._search(options, *self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule))
         found: LRFinder | None = options.optimal_lr
         return found
 
@@ -124,9 +124,26 @@ class Tuner:
             ConfigError: for a wrong argument, several processes, loaders, or where nothing has ``batch_arg_name``.
         """
         options = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
-        module, source = self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        find_batch_size(self._trainer, options, module, source)
+        self._search(options, *self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule))
         return None if self._trainer.fast_dev_run else options.optimal_batch_size
+
+    def searches_for_lightnings(self, module: TrainingModule, source: GivenData) -> bool:
+        """Whether Lightning's own Tuner has called the Trainer, for a search alone: then it is done behind this."""
+        callbacks = self._trainer.callbacks
+        finder = next((one for one in callbacks if searches_alone(one)), None)
+        if finder is None:
+            return False
+        callbacks.remove(finder)
+        ours = adopted(finder)
+        self._search(ours, module, source)
+        hand_back([ours])
+        return True
+
+    def _search(self, options: LearningRateFinder | BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
+        if isinstance(options, BatchSizeFinder):
+            find_batch_size(self._trainer, options, module, source)
+        else:
+            find_learning_rate(self._trainer, options, module, source, self._somewhere)
 
     def _check(
         self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None

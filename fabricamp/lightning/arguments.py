@@ -1,0 +1,115 @@
+"""The arguments that an object of Lightning's own classes was made with, read from what it keeps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KNOWN: Final = {
+    "callbacks.BackboneFinetuning": (
+        "unfreeze_backbone_at_epoch", "lambda_func", "backbone_initial_ratio_lr", "backbone_initial_lr", "should_align",
+        "initial_denom_lr", "train_bn", "verbose", "rounding",
+    ),
+    "callbacks.BaseFinetuning": (),
+    "callbacks.BatchSizeFinder": (
+        "mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val",
+    ),
+    "callbacks.DeviceStatsMonitor": ("cpu_stats",),
+    "callbacks.EarlyStopping": (
+        "monitor", "min_delta", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
+        "divergence_threshold", "check_on_train_epoch_end", "log_rank_zero_only",
+    ),
+    "callbacks.EMAWeightAveraging": (
+        "device", "use_buffers", "decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch",
+    ),
+    "callbacks.LearningRateFinder": (
+        "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold", "update_attr", "attr_name",
+    ),
+    "callbacks.LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
+    "callbacks.ModelCheckpoint": (
+        "dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "save_on_exception", "save_weights_only", "mode",
+        "auto_insert_metric_name", "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end",
+        "enable_version_counter",
+    ),
+    "callbacks.ModelSummary": ("max_depth",),
+    "callbacks.RichModelSummary": ("max_depth",),
+    "callbacks.RichProgressBar": ("refresh_rate", "leave"),
+    "callbacks.StochasticWeightAveraging": (
+        "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn", "device",
+    ),
+    "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
+    "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),
+    "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
+    "loggers.MLFlowLogger": (
+        "experiment_name", "run_name", "tracking_uri", "tags", "log_model", "prefix", "artifact_location", "run_id", "synchronous",
+    ),
+    "loggers.TensorBoardLogger": (
+        "save_dir", "name", "version", "log_graph", "default_hp_metric", "prefix", "sub_dir", "kwargs",
+    ),
+    "loggers.WandbLogger": (
+        "name", "save_dir", "offline", "id", "anonymous", "project", "log_model", "experiment", "prefix", "checkpoint_name",
+        "add_file_policy", "kwargs",
+    ),
+}  # fmt: skip
+"""Arguments by classes of Lightning's that there is one of ours for.  The objects keep them under these names, or behind a dash."""
+
+_CADENCES: Final = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+
+
+def arguments_of(value: Any, name: str, ours: type) -> dict[str, Any] | None:
+    """Returns the arguments of ``value``, but for those that are defaults of ``ours``; None where it keeps them elsewhere."""
+    kept = {"_save_dir": vars(value).get("_root_dir"), **vars(value)}
+    if name in _ELSEWHERE:
+        kept |= _ELSEWHERE[name](kept)
+    found = {}
+    for argument in KNOWN[name]:
+        place = f"_{argument}" if f"_{argument}" in kept else argument
+        if place not in kept:
+            return None  # of another release
+        found[argument] = kept[place]
+    found.update(found.pop("kwargs", {}))
+    if "min_delta" in found:  # kept with the sign of its mode
+        found["min_delta"] = abs(found["min_delta"])
+    if found.get("name") == "":  # no folder of that name
+        found["name"] = None
+    if any(found.get(cadence) for cadence in _CADENCES):  # the others are kept as 0
+        found.update({cadence: None for cadence in _CADENCES if not found[cadence]})
+    defaults = inspect.signature(ours).parameters
+    return {key: one for key, one in found.items() if key not in defaults or one != defaults[key].default}
+
+
+def _of_ema(kept: dict[str, Any]) -> dict[str, Any]:
+    """The decay, which is kept in torch's function alone."""
+    cells = inspect.getclosurevars(inspect.unwrap(kept["_kwargs"]["avg_fn"])).nonlocals
+    return {"decay": cells["decay"]} if "decay" in cells else {}
+
+
+def _of_swa(kept: dict[str, Any]) -> dict[str, Any]:
+    """None in the place of Lightning's own mean."""
+    function = kept["_avg_fn"]
+    return {"_avg_fn": None if function.__module__.endswith("callbacks.stochastic_weight_avg") else function}
+
+
+def _of_mlflow(kept: dict[str, Any]) -> dict[str, Any]:
+    return {"synchronous": kept["_log_batch_kwargs"].get("synchronous")}
+
+
+def _of_wandb(kept: dict[str, Any]) -> dict[str, Any]:
+    """What goes to ``wandb.init``; "resume" is ours as it is theirs."""
+    options = dict(kept["_wandb_init"])
+    own = {"_save_dir": options.pop("dir"), "anonymous": options.pop("anonymous") is not None or None}
+    own |= {f"_{name}": options.pop(name) for name in ("name", "id", "project")}
+    if options.get("resume") == "allow":
+        del options["resume"]
+    return {**own, "kwargs": options}
+
+
+_ELSEWHERE: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "callbacks.EMAWeightAveraging": _of_ema,
+    "callbacks.StochasticWeightAveraging": _of_swa,
+    "loggers.MLFlowLogger": _of_mlflow,
+    "loggers.WandbLogger": _of_wandb,
+}
