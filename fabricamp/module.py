@@ -75,7 +75,10 @@ class TrainingModule(HyperparametersMixin, TorchScriptMixin, ModuleHooks, nn.Mod
     # -- what the user writes ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None skips the batch (one process)."""
+        """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None skips the batch (one process).
+
+        The loss may be ``(sum, weight)``: a step divides once, by the weight of all its micro-batches on all ranks.
+        """
         raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.engine.parts import FitParts
 
 
@@ -103,6 +104,10 @@ class ManualUpdate(Update):
 
 class ClosureUpdate(Update):
     """LBFGS and its like: the optimizer calls forward and backward itself, as often as it likes."""
+
+    def _weigh(self) -> LossWeights:
+        name = type(self._optimizer).__name__
+        raise ConfigError(f"training_step returned (sum, weight), but {name} runs backward itself; return the mean")
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the optimizer on one batch; ``self.log`` counts the first forward."""

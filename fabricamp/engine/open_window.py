@@ -45,7 +45,9 @@ class OpenWindow(Section):
     def save(self) -> dict[str, Any]:
         """Returns the gradients, stacked over the ranks, which meet here."""
         update = self.update
+        weights = update.weights if update is not None else None
         return {
+            **({} if weights is None else {"loops.fit.loss_reference": weights.reference.cpu()}),
             "loops.fit.stepped": update is not None and update.stepped,
             "loops.fit.open_batches": self._state.open_batches - self.repeated_batches(),
             "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
@@ -55,6 +57,8 @@ class OpenWindow(Section):
         """Goes on within the window; says where that cannot be.  Other libraries' files have none."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
+        if self.update is not None:
+            self.update.reference = loop.get("loss_reference")
         if loop.get("window") is None:
             return
         assert self.update is not None

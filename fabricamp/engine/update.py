@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fabricamp.engine.bound import bound_to
+from fabricamp.engine.loss_weights import LossWeights, mixed
 from fabricamp.engine.outcomes import Outcomes
 from fabricamp.engine.schedules import Schedules
 from fabricamp.engine.window import WindowTensors
@@ -36,6 +38,7 @@ class Update:
     Whatever can be looked up is, before the first batch.
 
     ``stepped`` is True from an update until the loop takes note of it; ``loss`` is that of an open window's last micro-batch.
+    ``weights`` are there once a loss came with a weight; ``reference`` is what a run that goes on has of them.
     """
 
     def __init__(self, parts: FitParts) -> None:
@@ -53,6 +56,9 @@ class Update:
         if self._optimizer is not None and (self._sums or parts.strategy.asks_for_parameters):
             self._memory = partial(precision.gradients, self._optimizer)
         self._exchanges = self._sums or overrides(parts.strategy, "reduce_gradients", Strategy)
+        self._reduce = parts.strategy.reduce_gradients
+        self.weights: LossWeights | None = None
+        self.reference: Tensor | None = None
         self.outcomes: Outcomes | None = None
         verdicts = precision.verdicts
         if verdicts is None:
@@ -70,6 +76,8 @@ class Update:
         step = with_index(step, self._parts.module.training_step)
         through = overrides(precision, "forward", Precision)
         self._forward = partial(precision.forward, step) if through else step
+        if self.weights is not None:
+            self._forward = self.weights.watched(self._forward)
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
@@ -100,6 +108,8 @@ class Update:
         """Forgets a window that was begun."""
         self.loss = None
         self._state.open_batches = 0
+        if self.weights is not None:
+            self.weights.forget()
 
     def window_state(self) -> dict[str, Any] | None:
         """Returns what the open window has beside ``.grad``; None where none is open, or a micro-batch is in the middle of it."""
@@ -109,13 +119,15 @@ class Update:
 
     def load_window_state(self, window: dict[str, Any]) -> str:
         """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        if window.get("weighted"):
+            self._weigh()
         problem = self._window_tensors().give_back(window)
         if not problem:
             self.loss = window["tensors"][-1].to(self._parts.strategy.device)
         return problem
 
     def _window_tensors(self) -> WindowTensors:
-        return WindowTensors(self._parts.precision, self._parts.optimizers, self._accumulate)
+        return WindowTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
         bound, output = self._bound, self._forward(batch, batch_idx)
@@ -161,7 +173,7 @@ class Update:
         optimizer, parts = self._optimizer, self._parts
         if optimizer is not None:
             memory = None if self._memory is None else self._memory()
-            gradients = parts.strategy.reduce_gradients(memory) if self._exchanges else IN_PLACE
+            gradients = self._reduce(memory) if self._exchanges else IN_PLACE
             if self._bound.shows_gradients:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
             else:
@@ -203,8 +215,11 @@ class Update:
         return result
 
     def _loss_of(self, output: Any) -> Tensor | None:
-        if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-            return cast("Tensor", output["loss"])
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            return loss
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor):
+            return self._weigh().take(*loss)
         if output is None and self._parts.strategy.world_size == 1:
             return None
         if output is None:
@@ -214,8 +229,19 @@ class Update:
             )
         given = f"a dict with keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
         raise ConfigError(
-            f"training_step returned {given}; return the loss as a tensor, or a dict with it under 'loss'"
+            f"training_step returned {given}; return the loss as a tensor or as (sum, weight), or a dict with it under 'loss'"
         )
+
+    def _weigh(self) -> LossWeights:
+        """Returns the weights of losses; from the first call on windows are divided by theirs."""
+        if self.weights is None:
+            if self.loss is not None:
+                raise mixed()
+            self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
+            self._forward = self.weights.watched(self._forward)
+            self._bound = replace(self._bound, plain_step=None)
+            self._exchanges, self._reduce = True, self.weights.dividing(self._reduce)
+        return self.weights
 
     @staticmethod
     def _refuse_loss(loss: Tensor) -> None:
@@ -228,9 +254,10 @@ class Update:
             "item() in training_step and for frozen parameters, or set automatic_optimization=False"
         )
 
-    @staticmethod
-    def _detached(output: Any) -> Any:
+    def _detached(self, output: Any) -> Any:
         """What hooks get: always a dict, nothing of the graph."""
+        if self.weights is not None:
+            return self.weights.shown(output)
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         if isinstance(output, dict):

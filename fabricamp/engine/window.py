@@ -1,4 +1,4 @@
-"""Saves and gives back the tensors of an open window beside ``.grad``: sums of gradients, and the scalers of several losses."""
+"""Saves and gives back the tensors of an open window beside ``.grad``: sums of gradients, scalers of several losses, weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Precision
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 class WindowTensors:
     """The tensors of the open window of a fit that makes steps of so many micro-batches (``accumulate``)."""
 
-    def __init__(self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int) -> None:
+    def __init__(
+        self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int, weights: LossWeights | None = None
+    ) -> None:
+        self._weights = weights
         self._precision = precision
         self._optimizers = optimizers
         self._accumulate = accumulate
@@ -27,7 +31,8 @@ class WindowTensors:
         """Returns them as they are, with the last micro-batch's ``loss`` behind them, and what they are of."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
         tensors = [*sums, *self._beside(), loss]
-        return {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+        window = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+        return window if self._weights is None else {**window, "weighted": True}
 
     def give_back(self, window: dict[str, Any]) -> str:
         """Goes on with what :meth:`taken` returned; returns why that cannot be, or an empty string."""
@@ -51,4 +56,5 @@ class WindowTensors:
 
     def _beside(self) -> list[Tensor]:
         verdicts = self._precision.verdicts
-        return [] if verdicts is None else verdicts.window_tensors
+        words = [] if verdicts is None else verdicts.window_tensors
+        return words if self._weights is None else [*words, self._weights.total]

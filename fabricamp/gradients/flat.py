@@ -35,12 +35,18 @@ class Gradients(NamedTuple):
     ``divisor``: what the values still have to be divided by (the average that a strategy folds into the update).
     ``present`` None: a parameter takes part where its tensor is not None; else one flag per parameter, in device memory.
     ``complete``: this rank knows, without a look at the flags, that every parameter with a tensor takes part.
+    ``weight``: what the values still have to be divided by beside ``divisor``, one number on the device; None: nothing.
     """
 
     tensors: Sequence[Tensor | None] | None = None
     divisor: float = 1.0
     present: Tensor | None = None
     complete: bool = False
+    weight: Tensor | None = None
+
+    def carried(self, scale: Tensor) -> Tensor:
+        """Returns what the values still carry on the device: ``scale`` times :attr:`weight`."""
+        return scale if self.weight is None else scale * self.weight.to(scale.dtype)
 
     def values(self) -> Sequence[Tensor | None]:
         """Returns ``tensors``, None where a parameter takes no part; waits for the flags where this rank cannot know."""

@@ -50,10 +50,10 @@ class Stepper:
             # Clips and updates from wherever the gradients are; .grad stays as it is.
             flags = None if gradients.present is None else flags_of(gradients.present)
             how = None
-            if clip is not None or gradients.divisor != 1:
+            if clip is not None or gradients.divisor != 1 or gradients.weight is not None:
                 device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
                 state = optimizer.own_state(device)
-                how = FusedStep(state, state.scale, gradients.divisor, skips=False)
+                how = FusedStep(state, gradients.carried(state.scale), gradients.divisor, skips=False)
             step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
             return
         if gradients is not IN_PLACE:
@@ -76,10 +76,9 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
     if gradients.tensors is not None:
         for parameter, value in zip(parameters, gradients.values(), strict=True):
             parameter.grad = None if value is None else value.to(parameter.dtype)
-    if gradients.divisor != 1:
-        torch._foreach_div_(
-            [parameter.grad for parameter in parameters if parameter.grad is not None], gradients.divisor
-        )
+    for divisor in (gradients.divisor, gradients.weight):
+        if isinstance(divisor, torch.Tensor) or divisor not in (None, 1):
+            torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
 
 
 def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:

@@ -206,6 +206,8 @@ class OptimizerStepper(Stepper):
         """Statistics, finish and update; ``.grad`` stays as backward left it."""
         values, flags = binding.rows(gradients)
         scaler, scale, divisor = self._scaler, self._scale, gradients.divisor
+        if gradients.weight is not None:
+            scale = gradients.carried(scale)
         if scaler is None:
             how = FusedStep(self._state, scale, divisor, skips=False, shards=self._shards)
         else:
@@ -236,9 +238,11 @@ class OptimizerStepper(Stepper):
         pairs = [pair(gradient) for gradient in gathered]
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
         max_norm, limit = _limits(clip)
-        scale, divisor = self._scale, gradients.divisor
+        scale, divisor = gradients.carried(self._scale), gradients.divisor
         if self._scaler is None and max_norm is None:
-            ops.scale(sources, destinations, 1.0 / (self._static_scale * divisor), limit)
+            constant = 1.0 / (self._static_scale * divisor)
+            factor = constant if gradients.weight is None else (scale * divisor).reciprocal()
+            ops.scale(sources, destinations, factor, limit)
             return
         self._finish(binding, [one.target for one in gathered], sources, scale, divisor, max_norm, loss)
         ops.scale(sources, destinations, self._state.multiplier, limit)

@@ -54,6 +54,9 @@ class Strategy(NamesKeywords):
     asks_for_parameters: ClassVar[bool] = False
     """Whether :meth:`reduce_gradients` is told in automatic optimization too whose gradients it is about."""
 
+    averages_gradients: bool = True
+    """Whether :meth:`reduce_gradients` averages over the ranks, where there are several."""
+
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
 

@@ -96,6 +96,7 @@ class DelayedDDP(ProcessGroupStrategy):
             average=gradient_average,
             predivide=gradient_predivide_factor,
         )
+        self.averages_gradients = self.transport.average
         self.delay_allreduce = self._checked_mode(delay_allreduce)
         self._forget()
 

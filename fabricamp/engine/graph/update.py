@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
 
@@ -240,6 +241,11 @@ class GraphUpdate(Update):
             self._give_up(
                 f"{what} is another one in each step, so each would be captured anew; change a buffer in place"
             )
+
+    def _weigh(self) -> LossWeights:
+        if self.weights is None:
+            self._give_up("training_step returns (sum, weight), and the weight may be the host's; return the mean")
+        return super()._weigh()
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
