@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import choose_start_method, detect, interactive, run_function
+from fabricamp.launch.processes import _Job, _load_job, _save_job
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish, start, wait_for_line, without_names
 
@@ -29,26 +30,16 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, signal, sys, time
 print("start", flush=True)
-import torch.distributed as dist
-from fabricamp.launch import detect, record_failure, run_script
 
-def fit():
-    if detect() is None:
-        os.chdir("/")  # scripts do such things
-        run_script(2)
-    dist.init_process_group("gloo")
-    values = [None, None]
-    dist.all_gather_object(values, os.getpid())
-    try:
-        work(dist.get_rank())
-    except BaseException as error:
-        record_failure(error)
-        raise
-    dist.barrier()
+# Ranks whose imports nobody looks at: a second each.
+WITHOUT_TORCH = {"module": ["0", "1"], "exit": ["0"], "kill": ["0", "1"], "interrupt": ["0", "1"], "sleep": ["0", "1"]}
 
-def work(rank):
-    word = sys.argv[1]
-    if word == "arguments" and rank == 1:
+def ready(word):
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), f"ready {word}"), "a") as file:
+        file.write("ready\\n")
+
+def work(rank, word):
+    if word in ("arguments", "module") and rank == 1:
         print(json.dumps([sys.argv[1:], sys.flags.quiet, os.getcwd(), __name__, os.environ["MASTER_PORT"]]), flush=True)
     if word == "exit" and rank == 1:
         sys.exit(7)
@@ -57,21 +48,49 @@ def work(rank):
     if word == "interrupt":
         interruptions = []
         signal.signal(signal.SIGINT, lambda *_: interruptions.append(1))
-        print("ready", flush=True)
+        ready(word)
         while not interruptions:
             time.sleep(0.01)
         time.sleep(0.5)
         print(f"interrupted {len(interruptions)}", flush=True)
-    if word == "hang":
-        print("ready", flush=True)
+    if word in ("hang", "sleep", "exit", "kill"):
+        ready(word)
         time.sleep(60)
+
+def fit():
+    rank, word = os.environ.get("RANK", ""), sys.argv[1]
+    if rank in WITHOUT_TORCH.get(word, ()):
+        return work(int(rank), word)
+    import torch.distributed as dist
+    from fabricamp.launch import choose_start_method, detect, interactive, record_failure, run_script, script_can_rerun
+    if detect() is None:
+        print(choose_start_method(), script_can_rerun(), interactive(), flush=True)
+        os.chdir("/")  # scripts do such things
+        run_script(2)
+    if word == "arguments":
+        dist.init_process_group("gloo")
+    try:
+        work(int(rank), word)
+    except BaseException as error:
+        record_failure(error)
+        raise
+    if word == "arguments":
+        dist.barrier()
 
 if __name__ == "__main__":
     fit()
     print("after", flush=True)
     if sys.argv[1] == "raise_after":
-        raise RuntimeError(f"after fit on {dist.get_rank()}")
-    dist.destroy_process_group()
+        raise RuntimeError(f"after fit on {os.environ['RANK']}")
+"""
+
+
+STARTER = """
+import sys
+from fabricamp.launch import run_script
+
+sys.orig_argv[1:] = sys.argv[1:]  # of a fresh interpreter, which costs a second more, these are the script's
+run_script(2)
 """
 
 
@@ -81,27 +100,39 @@ def folder(tmp_path_factory):
     (folder / "package").mkdir(parents=True)
     for file in (folder / "train.py", folder / "package" / "train.py"):
         file.write_text(SCRIPT)
+    (folder / "starter.py").write_text(STARTER)
     return folder
 
 
+def start_script(folder, word):
+    """The script's workers, by a forked starter."""
+    return start_forked(folder, "starter.py", str(folder / "train.py"), word)
+
+
 def test_script_module_and_parallel_runs(folder):
-    words = ["arguments", "a  b", "it's", '"quoted"', "$HOME $$ ${local_rank}", "--x=*", "", "ü"]
-    runs = [start(folder, "-q", "train.py", *words), start(folder, "-q", "-m", "package.train", *words)]
+    words = ["a  b", "it's", '"quoted"', "$HOME $$ ${local_rank}", "--x=*", "", "ü"]
+    runs = [
+        start(folder, "-q", "train.py", "arguments", *words),
+        start(folder, "-q", "-m", "package.train", "module", *words),
+    ]
     (code, out, err), (module_code, module_out, module_err) = [finish(run) for run in runs]
     assert (code, err) == (0, "")
     assert (module_code, module_err) == (0, "")
     ports = set()
-    for text in (out, module_out):
+    for text, word in ((out, "arguments"), (module_out, "module")):
         seen = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
-        assert seen[:4] == [words, 1, str(folder), "__main__"]
+        assert seen[:4] == [[word, *words], 1, str(folder), "__main__"]
         ports.add(seen[4])
         assert text.count("start") == 3  # the starter and two workers
         assert text.count("after") == 2  # the starter runs nothing after the call
+        assert (
+            text.count("script True False\n") == 1
+        )  # how the starter starts them, and whether somebody sits before it
     assert len(ports) == 2
 
 
 def test_failures_of_scripts(folder):
-    runs = {word: start(folder, "train.py", word) for word in ("exit", "kill", "raise_after")}
+    runs = {word: start_script(folder, word) for word in ("exit", "kill", "raise_after")}
     results = {word: finish(run) for word, run in runs.items()}
 
     code, _, err = results["exit"]
@@ -145,21 +176,13 @@ except KeyboardInterrupt:
 """
 
 
-def wait_for(process, line, number):
-    for _ in range(number):
-        while process.stdout.readline().strip() != line:
-            assert process.poll() is None
-
-
 def test_signals_to_the_starter(folder):
     (folder / "function.py").write_text(FUNCTION)
-    gentle, stubborn, ended = (start(folder, "train.py", word) for word in ("interrupt", "hang", "hang"))
+    gentle, stubborn, ended = (start_script(folder, word) for word in ("interrupt", "hang", "sleep"))
     gentle_call, stubborn_call = (start_forked(folder, "function.py", word) for word in ("gentle", "stubborn"))
     runs = (gentle, stubborn, gentle_call, stubborn_call, ended)
-    for run in (gentle, stubborn, ended):
-        wait_for(run, "ready", 2)
-    for run in (gentle_call, stubborn_call):
-        wait_for_line(folder / f"ready {run.args[1]}", 2, process=run)
+    for run in runs:
+        wait_for_line(folder / f"ready {run.args[-1]}", 2, process=run)
     # As a terminal does it: to the whole group in the foreground.
     for run in runs[:-1]:
         os.killpg(run.pid, signal.SIGINT)
@@ -324,30 +347,34 @@ def test_start_methods_by_name():
 
 
 def test_start_method_of_plain_python(folder):
-    """A script, ``-c``, stdin, and a function in a spawned process of ``-c``."""
+    """``-c`` and stdin; a script says it above."""
     names = "choose_start_method, script_can_rerun, interactive"
     question = f"from fabricamp.launch import {names}\nfor one in ({names}): print(one(), end=' ')"
-    (folder / "ask.py").write_text(question)
-    of_script = start(folder, "ask.py")
     of_command = start(folder, "-c", question)
     piped = subprocess.run(
         [sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
-    assert finish(of_script)[:2] == (0, "script True False ")
     assert finish(of_command)[:2] == (0, "spawn False False ")
     assert piped.stdout == "spawn False False "
 
 
 @pytest.mark.parametrize("where", ["json", "a_module_of_the_prompt"])
-def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where):
+def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where, tmp_path):
     def mine():
         return 1
 
-    monkeypatch.setitem(sys.modules, where, sys.modules.get(where, types.ModuleType(where)))
-    monkeypatch.setattr(sys.modules[where], "mine", mine, raising=False)
-    mine.__module__, mine.__qualname__ = where, "mine"
-    with pytest.raises(ConfigError, match="a spawned process cannot find what is defined in this session"):
-        run_function(mine, (), 1, "spawn")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, where, sys.modules.get(where, types.ModuleType(where)))
+        patch.setattr(sys.modules[where], "mine", mine, raising=False)
+        mine.__module__, mine.__qualname__ = where, "mine"
+        told = "a spawned process cannot find what is defined in this session"
+        if where != "json":
+            with pytest.raises(ConfigError, match=told):
+                run_function(mine, (), 1, "spawn")
+        _save_job(_Job(mine, ()), tmp_path)
+    # As in a process of its own, which would cost two seconds more.
+    with pytest.raises(ConfigError, match=told):
+        _load_job(tmp_path)
 
 
 def test_forked_workers_print_text_where_a_notebook_would_want_pictures(monkeypatch):
