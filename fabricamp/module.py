@@ -15,12 +15,12 @@ from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.exporting import ExportMixin
 from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.precision.base import Clip
 from fabricamp.precision.plain_step import clip_gradients
 from fabricamp.say_once import say_once
-from fabricamp.torchscript import TorchScriptMixin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 
-class TrainingModule(HyperparametersMixin, TorchScriptMixin, ModuleHooks, nn.Module):
+class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
 
     Write ``training_step`` and ``configure_optimizers``, and what you need of the other steps, loaders and hooks.

@@ -83,13 +83,26 @@ def test_bars_by_lightnings_names_take_its_arguments(bar, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(capsys):
-    class Mine(fabricamp.callbacks.TQDMProgressBar):
+@pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
+def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog):
+    class Mine(getattr(fabricamp.callbacks, bar)):
         def get_metrics(self, trainer, pl_module):
-            return {**super().get_metrics(trainer, pl_module), "mine": 3, "note": "fine"}
+            items = super().get_metrics(trainer, pl_module)
+            versions.append(items.pop("v_num"))
+            return {**items, "mine": 3, "note": "fine"}
 
-    quiet_trainer(max_epochs=1, callbacks=[Mine()]).fit(Classifier(), loader())
+        def init_train_tqdm(self):
+            raise AssertionError
+
+        configure_columns = init_train_tqdm
+
+    versions = []
+    logger = CSVLogger("logs", version="as-it-is")
+    with caplog.at_level("WARNING", "fabricamp"):
+        quiet_trainer(max_epochs=1, callbacks=[Mine()], logger=logger).fit(Classifier(), loader())
     assert "mine 3  note fine" in capsys.readouterr().out
+    assert versions[-1] == "t-is"
+    assert "is not called: the bar is not drawn by tqdm's or rich's own" in caplog.text
 
 
 @pytest.mark.parametrize(

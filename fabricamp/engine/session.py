@@ -130,7 +130,7 @@ class Session:
                 join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
         self._log_hyperparams()
         if self.fn is TrainerFn.FITTING:
-            self.delivery.begin()
+            self.delivery.begin(self.module)
 
     def attach(self) -> None:
         """Ties module and data to this run."""

@@ -69,7 +69,7 @@ class Logger(NamesKeywords):
         """Takes the run's hyper-parameters once, before the first step."""
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Takes a model to draw, where the module's code calls it; here nothing is drawn."""
+        """Takes the module to draw, before the first step of a fit; here nothing is drawn."""
 
     def save(self) -> None:
         """Writes what is still in memory."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fabricamp.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""
@@ -21,11 +24,12 @@ class Delivery:
         self._waits: dict[int, threading.Thread] = {}
         self._error: BaseException | None = None
 
-    def begin(self) -> None:
-        """Lets every logger do before the first step what may take long."""
+    def begin(self, module: nn.Module) -> None:
+        """Lets every logger do before the first step what may take long, and draw the module."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.begin()
+                one.log_graph(module)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Gives every logger these values."""

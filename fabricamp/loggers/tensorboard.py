@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fabricamp.errors import ConfigError, advice
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, flattened, writes
+from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    from torch import nn
     from torch.utils.tensorboard import SummaryWriter
 
     from fabricamp.loggers.event_file import EventFile
 
-_OWN = ("save_dir", "name", "version", "prefix", "default_hp_metric")
+_OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 """What torch's SummaryWriter takes beside the folder; asking it would import all of TensorBoard."""
-_ASK_FOR_NOTHING = (("log_graph", False), ("sub_dir", None))
-"""Lightning's defaults of options that are not here."""
+_ASKS_FOR_NOTHING = ("sub_dir", None)
+"""Lightning's default of an option that is not here."""
 
 
 class TensorBoardLogger(RunFolderLogger):
@@ -37,6 +42,7 @@ class TensorBoardLogger(RunFolderLogger):
         version: the number or name of this run; None is the next free number.
         prefix: stands before each metric's name.
         default_hp_metric: logs ``hp_metric`` beside hyper-parameters, without which TensorBoard's HPARAMS page stays empty.
+        log_graph: draws ``forward`` of the module, for its ``example_input_array``, on TensorBoard's GRAPHS page.
         **options: those of torch's ``SummaryWriter``, such as ``flush_secs``.
 
     Example:
@@ -50,9 +56,11 @@ class TensorBoardLogger(RunFolderLogger):
         version: int | str | None = None,
         prefix: str = "",
         default_hp_metric: bool = True,
+        *,
+        log_graph: bool = False,
         **options: Any,
     ) -> None:
-        options = {name: value for name, value in options.items() if (name, value) not in _ASK_FOR_NOTHING}
+        options = {name: value for name, value in options.items() if (name, value) != _ASKS_FOR_NOTHING}
         for option in options:
             if option not in _OPTIONS:
                 raise ConfigError(
@@ -60,6 +68,7 @@ class TensorBoardLogger(RunFolderLogger):
                 )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
+        self._log_graph = log_graph
         self._options = {"max_queue": 10, "flush_secs": 30, "filename_suffix": "", "purge_step": None, **options}
         self._writer: SummaryWriter | None = None
         self._file: EventFile | None = None
@@ -107,6 +116,43 @@ class TensorBoardLogger(RunFolderLogger):
         for part in summaries.hparams(flattened(self._hyperparameters), dict(metrics)):
             self._add(part, 0)
         self.log_metrics(metrics, 0)
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Draws ``forward`` in evaluation mode, as the precision runs it, where ``log_graph=True``; a fit calls it by itself.
+
+        ``input_array``: a tensor or a tuple of arguments; None stands for the module's ``example_input_array``.
+        """
+        if not self._log_graph or self._goes_on or not writes():
+            return
+        module: Any = model
+        inputs = module.example_input_array if input_array is None else input_array
+        if inputs is None:
+            raise ConfigError(
+                f"TensorBoardLogger(log_graph=True) needs an example of what forward takes, and {type(model).__name__} has none: "
+                "set self.example_input_array in __init__, or leave log_graph out"
+            )
+        precision = module.trainer.precision_plugin
+        inputs = module.transfer_batch_to_device(module.on_before_batch_transfer(inputs, 0), module.device, 0)
+        inputs = precision.convert_input(module.on_after_batch_transfer(inputs, 0))
+        modes = [(one, one.training) for one in model.modules()]
+        try:
+            with torch.no_grad(), isolate_rng(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's writer traces by TorchScript
+                precision.forward(self._trace, model.eval(), inputs)
+        except RuntimeError as error:
+            error.add_note(
+                f"fabricamp: TensorBoardLogger(log_graph=True) could not trace {type(model).__name__}.forward"
+            )
+            raise
+        finally:
+            for one, training in modes:
+                one.training = training
+
+    def _trace(self, model: nn.Module, inputs: Any) -> None:
+        kind = next((one.device.type for one in model.parameters()), "cpu")
+        autocast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        with torch.autocast(kind, **autocast, cache_enabled=False):  # a trace cannot hold cached weights
+            self.experiment.add_graph(model, inputs, use_strict_trace=False)
 
     def log_image(self, name: str, image: Any, step: int, dataformats: str = "CHW") -> None:
         """An image: a tensor or array in ``dataformats`` (floats in 0..1 or bytes)."""

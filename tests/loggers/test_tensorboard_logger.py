@@ -13,9 +13,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.loggers.tensorboard import _OPTIONS
+from tests.small import Classifier, loader, quiet_trainer
 
 
 def read(folder) -> EventAccumulator:
@@ -155,5 +157,46 @@ def test_making_one_makes_no_folder(tmp_path):
 
 def test_defaults_of_lightnings_options_ask_for_nothing(tmp_path):
     TensorBoardLogger(tmp_path, log_graph=False, sub_dir=None)
-    with pytest.raises(ConfigError, match="no option 'log_graph'"):
-        TensorBoardLogger(tmp_path, log_graph=True)
+
+
+class Drawn(Classifier):
+    def __init__(self, example=None):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+        self.example_input_array = example
+        self.net[0].eval()
+
+    def forward(self, x):
+        return self.drop(self.net(x))
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "64-true"])
+def test_the_graph_of_the_module_is_drawn_before_the_first_step(tmp_path, precision):
+    def fit(logger, **options):
+        torch.manual_seed(0)
+        module = Drawn(torch.ones(2, 8))
+        saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_last=True)
+        limits = {"max_steps": 3 if options else 2, "precision": precision, "enable_checkpointing": True}
+        limits["log_every_n_steps"] = 1
+        quiet_trainer(logger=logger, callbacks=saves, **limits).fit(module, loader(), **options)
+        return module
+
+    logger = TensorBoardLogger(tmp_path, version="drawn", log_graph=True)
+    module, plain = fit(logger), fit(False)
+    names = {node.name for node in read(logger.folder).Graph().node}
+    assert any("Linear[0]" in name for name in names)
+    assert any("Dropout[drop]" in name for name in names)
+    assert all(torch.equal(one, two) for one, two in zip(module.parameters(), plain.parameters(), strict=True))
+    fit(TensorBoardLogger(tmp_path, version="drawn", log_graph=True), ckpt_path=tmp_path / "saved" / "last.ckpt")
+    files = [file.read_bytes() for file in logger.folder.glob("*tfevents*")]
+    assert [b"Dropout[drop]" in one for one in files].count(True) == 1 < len(files)
+
+
+def test_a_graph_needs_an_example(tmp_path):
+    trainer = quiet_trainer(logger=TensorBoardLogger(tmp_path, log_graph=True))
+    with pytest.raises(ConfigError, match="Drawn has none: set self.example_input_array"):
+        trainer.fit(Drawn(), loader())
+    trainer = quiet_trainer(logger=TensorBoardLogger(tmp_path, log_graph=True))
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
+        trainer.fit(Drawn(torch.ones(1, 3)), loader())
+    assert "could not trace Drawn.forward" in error.value.__notes__[0]

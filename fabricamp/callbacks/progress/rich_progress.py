@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
 __all__ = ["RichProgressBar", "RichProgressBarTheme"]
 
@@ -16,7 +16,7 @@ class RichProgressBarTheme:
         self.__dict__.update(colours)
 
 
-class RichProgressBar(ProgressBar):
+class RichProgressBar(LightningsBar):
     """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
 
     Args:
@@ -30,6 +30,8 @@ class RichProgressBar(ProgressBar):
         >>> bar = RichProgressBar(leave=True)
     """
 
+    drawing = ("configure_columns",)
+
     def __init__(
         self,
         refresh_rate: int = 1,
@@ -39,6 +41,4 @@ class RichProgressBar(ProgressBar):
         *,
         refresh_rate_hz: float = 4.0,
     ) -> None:
-        super().__init__(refresh_rate_hz)
-        if refresh_rate == 0:
-            self.disable()
+        super().__init__(refresh_rate, refresh_rate_hz)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
 __all__ = ["TQDMProgressBar"]
 
 
-class TQDMProgressBar(ProgressBar):
+class TQDMProgressBar(LightningsBar):
     """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
 
     Args:
@@ -19,7 +19,7 @@ class TQDMProgressBar(ProgressBar):
         >>> bar = TQDMProgressBar(refresh_rate=20)
     """
 
+    drawing = ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm")
+
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
-        if refresh_rate == 0:
-            self.disable()
+        super().__init__(refresh_rate, 4.0)

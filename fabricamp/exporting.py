@@ -1,8 +1,9 @@
-"""A module's ``forward`` as TorchScript."""
+"""A module's ``forward`` as TorchScript or ONNX."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,19 +16,20 @@ from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import BytesIO
 
 _METHODS = ("script", "trace")
 
 
-class TorchScriptMixin:
-    """Gives a module :meth:`to_torchscript`."""
+class ExportMixin:
+    """Gives a module :meth:`to_torchscript` and :meth:`to_onnx`."""
 
     example_input_array: Any = None
     """What ``forward`` takes, as a tensor or a tuple of its arguments: for exports that are given no other."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if TorchScriptMixin in cls.__bases__:  # TrainingModule: forwards may use properties of classes below it
+        if ExportMixin in cls.__bases__:  # TrainingModule: forwards may use properties of classes below it
             names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
             # torch.jit.script would look at each of them, and compile it.
             cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
@@ -56,7 +58,11 @@ class TorchScriptMixin:
         """
         if method not in _METHODS:
             raise ConfigError(f"method={method!r} is not known{nearest(method, _METHODS)} (known: 'script', 'trace')")
-        inputs = self._inputs(example_inputs) if method == "trace" else None
+        inputs = (
+            self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
+            if method == "trace"
+            else None
+        )
         with self._evaluated() as module, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # who calls this has chosen TorchScript
             script = (
@@ -67,14 +73,38 @@ class TorchScriptMixin:
                 torch.jit.save(script, str(file_path))
         return script
 
-    def _inputs(self, given: Any) -> Any:
+    def to_onnx(self, file_path: str | Path | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Writes ``forward`` in evaluation mode for ONNX, and returns what ``torch.onnx.export`` returns.
+
+        Args:
+            file_path: the file, or a ``BytesIO``; None writes none.
+            input_sample: a tensor, or a tuple of arguments; None stands for ``example_input_array``.
+            **kwargs: further arguments of ``torch.onnx.export``, such as ``dynamic_shapes``.
+
+        Raises:
+            ConfigError: without inputs, or where the packages onnx and onnxscript are missing.
+
+        Example:
+            >>> module.to_onnx("model.onnx", torch.zeros(1, 8))  # doctest: +SKIP
+        """
+        missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"to_onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        inputs = self._inputs(input_sample, "to_onnx", "input_sample")
+        target: Any = str(file_path) if isinstance(file_path, Path) else file_path
+        if isinstance(target, str):
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+        with self._evaluated() as module:
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+            return torch.onnx.export(module, arguments, target, **{"verbose": False, **kwargs})
+
+    def _inputs(self, given: Any, caller: str, argument: str) -> Any:
         """The inputs on the module's device, through the hooks that move batches."""
         own = cast("Any", self)
         inputs = own.example_input_array if given is None else given
         if inputs is None:
             raise ConfigError(
-                "to_torchscript(method='trace') takes an input to run forward on; give example_inputs=, or set "
-                "self.example_input_array"
+                f"{caller} takes an input to run forward on; give {argument}=, or set self.example_input_array"
             )
         inputs = own.on_before_batch_transfer(inputs, 0)
         return own.on_after_batch_transfer(own.transfer_batch_to_device(inputs, own.device, 0), 0)

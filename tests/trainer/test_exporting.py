@@ -1,7 +1,8 @@
-"""A module's forward as TorchScript: the same values, and nothing of the module changed by it."""
+"""A module's forward as TorchScript and ONNX: the same values, and nothing of the module changed by it."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,31 @@ def test_what_cannot_work_is_refused():
     module.example_input_array = torch.ones(1, 8)
     assert module.to_torchscript(method="trace")(torch.ones(2, 8)).shape == (2, 3)
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", [None, "O2"])
+def test_the_onnx_file_gives_what_the_module_gives(precision, tmp_path):
+    reference = pytest.importorskip("onnx.reference", reason="needs the package onnx")
+    pytest.importorskip("onnxscript", reason="needs the package onnxscript")
+    module, x = Net(), torch.randn(2, 8)
+    module.example_input_array = torch.ones(2, 8)
+    if precision:
+        quiet_trainer(max_steps=3, precision=precision).fit(module, loader())
+    module.train()
+    path = tmp_path / "exported" / "net.onnx"
+    assert isinstance(module.to_onnx(path), torch.onnx.ONNXProgram)
+    assert module.training
+    assert module.net.training
+    session = reference.ReferenceEvaluator(str(path))
+    (found,) = session.run(None, {session.input_names[0]: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), module.eval()(x))
+
+
+def test_what_onnx_needs_is_named(monkeypatch):
+    with pytest.raises(
+        ConfigError, match="to_onnx takes an input.*give input_sample=, or set self.example_input_array"
+    ):
+        Net().to_onnx("x.onnx")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ConfigError, match="pip install onnxscript"):
+        Net().to_onnx("x.onnx", torch.ones(1, 8))
