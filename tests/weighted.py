@@ -90,14 +90,23 @@ def fitted(combination, strategy, data, *, module=None, ckpt_path=None, **option
     return before, flat(module)
 
 
-def by_hand(combination, of_ranks):
-    """The weights after the same training in float64 on the joined batches of all ranks; skipped steps are none there."""
+def by_hand(combination, of_ranks, *, carries=False):
+    """The weights after the same training in float64 on the joined batches of all ranks; skipped steps are none there.
+
+    ``carries``: windows go on from one epoch to the next.
+    """
     _, accumulate, clip, name = combination
     module = Tokens(name).double()
     optimizer = BY_HAND.get(name, OPTIMIZERS.get(name))(module.parameters())
-    for _ in range(2):
-        for first in range(0, len(of_ranks[0]), accumulate):
-            window = [one for data in of_ranks for one in data[first : first + accumulate]]
+    epochs = [[data * 2 for data in of_ranks]] if carries else [of_ranks] * 2
+    for epoch in epochs:
+        ends = (
+            range(accumulate, len(epoch[0]) + 1, accumulate)
+            if carries
+            else range(accumulate, len(epoch[0]) + accumulate, accumulate)
+        )
+        for end in ends:
+            window = [one for data in epoch for one in data[end - accumulate : end]]
             joined = torch.cat([x for x, _ in window]).double(), torch.cat([y for _, y in window])
             total, weight = module.summed(joined)
             optimizer.zero_grad()

@@ -155,6 +155,7 @@ class FitLoop:
         first, steps = state.batch_idx, state.global_step
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
         last = first > 0
+        update.begin_epoch(first)
         state.batches = enumerate(feed.behind(first), first)
         for batch_idx, batch in state.batches:
             state.batch, last = batch, feed.last
@@ -162,13 +163,13 @@ class FitLoop:
                 last = True
                 self.parts.meet_at_end_of_data(batch_idx + 1)
                 update.drop_window()
-                update.schedules.end_epoch(state.epoch)
+                update.end_epoch()
                 break
             outputs = run_batch(batch, batch_idx, last)
             if last:
                 feed.finish()
                 self.parts.meet_at_end_of_data(batch_idx + 1)
-                update.schedules.end_epoch(state.epoch)
+                update.end_epoch()
             # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
@@ -187,7 +188,8 @@ class FitLoop:
                 state.passed = state.batches_done
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
-        self._check_fed(trained=state.global_step > steps or not last or first == state.batch_idx > 0)
+        began = state.global_step > steps or state.open_batches > 0
+        self._check_fed(trained=began or not last or first == state.batch_idx > 0)
         state.batch = state.batches = None
         return last
 
@@ -210,6 +212,8 @@ class FitLoop:
         self._told_of_no_step = True
         if not self.state.batch_idx:
             why = "on_train_batch_start returned -1 before its first batch"
+        elif self._settings.partial_window == "drop" and self.state.batch_idx < self._settings.accumulate_grad_batches:
+            why = f"its {self.state.batch_idx} batches are fewer than a window's, and partial_window='drop'"
         elif self.parts.module.automatic_optimization:
             why = "training_step returned None for each of its batches; return the loss"
         else:

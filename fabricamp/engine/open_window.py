@@ -33,9 +33,14 @@ class OpenWindow(Section):
         self._stepped = False
 
     def repeated_batches(self) -> int:
-        """How many micro-batches a run that goes on from here has to repeat: those of a window whose gradients cannot be saved."""
-        window = self.update.window_state() if self.update is not None else None
-        return self._state.open_batches if window is None else 0
+        """How many micro-batches a run that goes on from here has to repeat: those of a window whose gradients cannot be saved.
+
+        Of a window that was carried over from another epoch those of this one.
+        """
+        return 0 if self._is_saved() else min(self._state.open_batches, self._state.batch_idx)
+
+    def _is_saved(self) -> bool:
+        return self.update is not None and self.update.window_state() is not None
 
     def take_stepped(self) -> bool:
         """Returns, once, whether the step before the cut is still to be followed by what follows steps."""
@@ -49,7 +54,7 @@ class OpenWindow(Section):
         return {
             **({} if weights is None else {"loops.fit.loss_reference": weights.reference.cpu()}),
             "loops.fit.stepped": update is not None and update.stepped,
-            "loops.fit.open_batches": self._state.open_batches - self.repeated_batches(),
+            "loops.fit.open_batches": self._state.open_batches if self._is_saved() else 0,
             "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
         }
 

@@ -60,6 +60,12 @@ class FitParts:
 
 def limits_of(settings: Settings, length: float, started: float) -> Limits:
     """Returns the limits of a fit with ``length`` micro-batches an epoch that began at ``started`` (of ``time.monotonic``)."""
+    window = settings.accumulate_grad_batches
+    if settings.partial_window == "drop" and 0 < length < window:
+        raise ConfigError(
+            f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={window} would never make a step; "
+            "give 'step' or 'carry', or accumulate fewer"
+        )
     return Limits(
         settings=settings,
         deadline=None if settings.max_time is None else started + settings.max_time,

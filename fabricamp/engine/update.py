@@ -49,6 +49,9 @@ class Update:
         self._parts = parts
         self._state = parts.state
         self._accumulate = parts.limits.settings.accumulate_grad_batches
+        self._partial = parts.limits.settings.partial_window
+        self._steps_at_end = self._partial == "step"
+        self._ahead = 1  # of batch_idx, in micro-batches since a window began
         self._whole = True
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
         self._sums = self._optimizer is not None and precision.gradients(self._optimizer).flat is not None
@@ -81,7 +84,7 @@ class Update:
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
-        ends_window = last or (batch_idx + 1) % self._accumulate == 0
+        ends_window = (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
         if ends_window and not self._sums:
             outputs = self._forward_backward(batch, batch_idx)
         else:
@@ -103,6 +106,17 @@ class Update:
             self._state.open_batches += 1
             self._whole = True
         return outputs
+
+    def begin_epoch(self, batch_idx: int) -> None:
+        """Called before an epoch's first batch, or that which a resumed run goes on with."""
+        if self._partial == "carry":
+            self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
+
+    def end_epoch(self) -> None:
+        """Called behind the loader's last batch."""
+        if self._partial == "drop":
+            self.drop_window()
+        self.schedules.end_epoch(self._state.epoch)
 
     def drop_window(self) -> None:
         """Forgets a window that was begun."""

@@ -51,6 +51,7 @@ class Settings:
     num_sanity_val_steps: float
     log_every_n_steps: int
     accumulate_grad_batches: int
+    partial_window: str
     clip: Clip | None
     nan_policy: str | None
     deterministic: bool | str
@@ -104,6 +105,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
         else _all_or(check_number("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, endless=True)),
         log_every_n_steps=check_number("log_every_n_steps", given["log_every_n_steps"], least=1),
         accumulate_grad_batches=check_accumulation("accumulate_grad_batches", given["accumulate_grad_batches"]),
+        partial_window=check_choice("partial_window", given["partial_window"], ("step", "carry", "drop")),
         clip=as_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
         nan_policy=check_choice("nan_policy", given["nan_policy"], (*NAN_POLICIES, None)),
         deterministic=check_flag("deterministic", given["deterministic"], others=("warn",)),

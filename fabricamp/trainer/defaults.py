@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_nodes": 1,
     "num_sanity_val_steps": 2,
     "overfit_batches": 0.0,
+    "partial_window": "step",
     "per_sample_seed": False,
     "precision": "O0",
     "start_method": "auto",

@@ -326,8 +326,15 @@ class TrainerProperties(TrainerLimits):
         batches = self.num_training_batches
         limits = [self.max_steps] if self.max_steps >= 0 else []
         if batches != float("inf") and self.max_epochs >= 0:
-            limits.append(-(-int(batches) // self.accumulate_grad_batches) * self.max_epochs)
+            limits.append(self._steps_of(int(batches)))
         return min(limits, default=float("inf"))
+
+    def _steps_of(self, batches: int) -> int:
+        """How many steps ``max_epochs`` epochs of so many micro-batches have."""
+        window, partial = self.accumulate_grad_batches, self._runner.settings.partial_window
+        if partial == "carry":
+            return batches * self.max_epochs // window
+        return (batches if partial == "drop" else batches + window - 1) // window * self.max_epochs
 
     # -- processes ---------------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class Trainer(TrainerProperties):
         num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
         log_every_n_steps: how many steps lie between two rows of logged values.
         accumulate_grad_batches: micro-batches whose gradients make one step.
+        partial_window: what those at the end of an epoch do that are fewer: "step" with them, "carry" them into the next epoch, or
+            "drop" their gradients.
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
         profiler: "simple" (a table of what took how long), "pytorch" (a trace of a few steps), or an object; None for none.
@@ -131,6 +133,7 @@ class Trainer(TrainerProperties):
         num_sanity_val_steps: int | None = 2,
         log_every_n_steps: int | None = 50,
         accumulate_grad_batches: int | None = 1,
+        partial_window: str | None = "step",
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
         profiler: Profiler | str | None = None,

@@ -25,6 +25,7 @@ CASES = [
     for place, one in enumerate(PAIRS)
     if place % 3 == number or (one[0] in ("O0", "O2") and one[1] == 3)
 ]
+CARRIED = ("O0", 3, None, "sgd")
 RESUMED = ("O2", 3, ("norm", 0.3), "sgd")
 
 
@@ -48,6 +49,8 @@ class Nothing(Tokens):
 def on_two_ranks(folder):
     own = batches(dist.get_rank())
     found = {case: fitted(case[1], STRATEGIES[case[0]](), own) for case in CASES}
+    for strategy, make in STRATEGIES.items():
+        found["carried", strategy] = fitted(CARRIED, make(), own, partial_window="carry")
     found["alone"] = fitted(("O0", 3, None, "sgd"), "ddp", own, module=Nothing())
     path = folder / "open.ckpt"
     _, found["straight"] = fitted(RESUMED, "ddp", own, callbacks=[Saves(path)])
@@ -78,6 +81,12 @@ def test_a_window_is_the_joined_batch_of_both_ranks(ranks):
         if (share := apart(before, after, by_hand(case[1], [batches(0), batches(1)]))) > TOLERANCE[case[1][0]]:
             far[case] = share
     assert far == {}
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_windows_are_carried_into_the_next_epoch(ranks, strategy):
+    before, after = ranks[0]["carried", strategy]
+    assert apart(before, after, by_hand(CARRIED, [batches(0), batches(1)], carries=True)) < 1e-5
 
 
 def test_a_rank_without_weight_takes_part(ranks):

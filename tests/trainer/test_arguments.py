@@ -35,6 +35,7 @@ WRONG = {
     "num_sanity_val_steps": [-2, 0.5],
     "log_every_n_steps": [0, -1, 1.0],
     "accumulate_grad_batches": [0, -1, 2.0, {0: 2}],
+    "partial_window": ["cary", 1],
     "gradient_clip_val": [-1, "1", float("inf")],
     "gradient_clip_algorithm": ["nrom", 2],
     "profiler": ["simpel", 3, True],
