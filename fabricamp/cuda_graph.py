@@ -20,7 +20,7 @@ class CudaGraph(NamesKeywords):
     """How a training step is captured as a CUDA graph.
 
     Args:
-        warmup: batches of a shape that run eagerly before that shape is captured; they are steps like all others.
+        warmup: how many batches of a shape run eagerly before that shape is captured; they are steps like all others.
         shapes: how many shapes of batches are captured at most; others run eagerly.
         check_every: compares a replay with an eager step, bit by bit, every so many replays; 0: the first one of a shape only.
         required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.
@@ -67,20 +67,17 @@ def as_cuda_graph(value: Any) -> CudaGraph | None:
 def check_cuda_graph(settings: Settings, device_type: str, strategy: Strategy) -> None:
     """Raises :class:`ConfigError` where the Trainer's other arguments leave no step to capture, and one is required."""
     if settings.cuda_graph is not None and settings.cuda_graph.required:
-        accumulate, detect_anomaly = settings.accumulate_grad_batches, settings.detect_anomaly
-        reason = reason_against(device_type, strategy, accumulate, detect_anomaly=detect_anomaly)
+        reason = reason_against(device_type, strategy, settings)
         if reason:
             raise ConfigError(f"cuda_graph: {reason}; or give cuda_graph='auto', which runs eagerly there")
 
 
-def reason_against(device_type: str, strategy: Strategy, accumulate: int, *, detect_anomaly: bool) -> str:
+def reason_against(device_type: str, strategy: Strategy, settings: Settings) -> str:
     """Returns why no step of a Trainer with these arguments can be captured, and what to give; else an empty string."""
     if device_type != "cuda":
         return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
-    if strategy.name != "single":
-        return f"strategy {strategy.name!r} is not captured; give strategy='single' and devices=1"
-    if accumulate > 1:
-        return f"accumulate_grad_batches={accumulate} is not captured; give 1"
-    if detect_anomaly:
+    if refusal := strategy.refuses_graph(settings.accumulate_grad_batches):
+        return refusal
+    if settings.detect_anomaly:
         return "detect_anomaly=True reads each operation's result on the host; leave one of them out"
     return ""

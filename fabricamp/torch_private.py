@@ -35,6 +35,7 @@ __all__ = [
     "current_stream_is_capturing",
     "default_store",
     "dispatch_modes",
+    "end_failed_capture",
     "exporting",
     "forward_derivative_level",
     "functorch_active",
@@ -99,6 +100,16 @@ current_stream_is_capturing: Final[Callable[[], bool]] = getattr(
 """Whether a CUDA graph is being captured, asked in every step: the public function around it costs as much again."""
 
 
+def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Takes a capture that has failed out of the allocator, where torch leaves it.
+
+    Memory that was used on several streams is not free again before that, and a memory pool cannot end.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
+
+
 def forward_derivative_level() -> int:
     """Returns the level of forward-mode derivatives that is entered; -1 outside of any, which is where kernels may run."""
     level: int = forward_ad._current_level
@@ -156,6 +167,9 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "apex's scripts wrap late; finds the wrapper",
     "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a wrapper's hooks go with it",
     "torch.nn.parallel.DistributedDataParallel.reducer._check_reducer_finalized": "names parameters without a gradient",
+    "torch.nn.parallel.DistributedDataParallel.reducer._set_ddp_runtime_logging_sample_rate": (
+        "its statistics of every hundredth step cannot be captured as a CUDA graph"
+    ),
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "a step without hooks goes past torch's wrapper",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.amp.GradScaler._per_optimizer_states": "torch hands the scaler to optimizers that unscale by themselves",

@@ -10,6 +10,7 @@ from fabricamp.checkpoint import check_content, plain, read_together, write_chec
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
+from fabricamp.engine.graph.stream import SideStream
 from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
@@ -87,6 +88,7 @@ class Session:
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
         self._synchronised: list[nn.Module] = []
         self.graph: GraphUpdate | None = None
+        self._stream: SideStream | None = None
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, trainer.strategy, trainer.precision_plugin, settings)
         self.notices = Notices(self)
@@ -193,6 +195,8 @@ class Session:
         self.attachment.schedulers = [scheduler]
 
     def _wrap_step(self) -> None:
+        if self.settings.cuda_graph is not None and self.strategy.device.type == "cuda":
+            self._stream = SideStream(self.strategy.device)
         # Asking takes in groups that callbacks have added: their state is loaded for fp32 masters then.
         memories = [self.precision.gradients(one) for one in self.optimizers]
         sums = any(memory.flat is not None for memory in memories)
@@ -367,7 +371,9 @@ class Session:
         """Gives the parts back; after a failure only what cannot fail on its own."""
         self.watchdog.close()
         if self.graph is not None:
-            self.graph.close()
+            self.graph.close(failed=failed)
+        if self._stream is not None:
+            self._stream.leave(wait=not failed or self.strategy.world_size == 1)
         self.data.close()
         self.predicted = None  # may be as large as the memory
         if not failed:

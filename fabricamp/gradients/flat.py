@@ -23,6 +23,7 @@ from fabricamp.gradients.buckets import Piece, plan_messages
 from fabricamp.gradients.sums import RankSums
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.layouts import is_dense
+from fabricamp.ops.uploads import is_capturing, lasting_memory, upload
 
 _grad: Final = operator.attrgetter("grad")
 _ALIGNMENT: Final = 64  # elements: a slot starts where a kernel can load 16 bytes at once, whatever the dtype
@@ -220,6 +221,7 @@ class FlatGradients:
         self.missing: Sequence[int] = ()
         """Which parameters had no gradient on this rank in the last exchange."""
         self._marked: list[int] = []
+        self._captured: list[Tensor] = []  # flags that a graph writes as long as it lives
         self.messages = self._plan(order, transport, message_size, {id(self.parameters[one]) for one in triggers})
         half = any(one.flat.dtype in HALF_DTYPES for one in self.messages)
         self._factor, self.divisor = transport.factors(world_size, half=half)
@@ -266,8 +268,14 @@ class FlatGradients:
         if all(present):
             self.flags.fill_(1)
             return
-        marks = torch.tensor(present, dtype=self.flags.dtype, device="cpu")
-        self.flags.copy_(marks.pin_memory() if self.flags.is_cuda else marks, non_blocking=True)
+        marks = torch.tensor(present, dtype=torch.float32, device="cpu")
+        if is_capturing(self.flags.device):
+            on_device = lasting_memory(marks.shape, marks.dtype, self.flags.device)
+            upload(marks.numpy(), on_device)
+            self._captured.append(on_device)
+            self.flags.copy_(on_device)
+        else:
+            self.flags.copy_(marks.pin_memory() if self.flags.is_cuda else marks, non_blocking=True)
 
     def take_flags(self) -> Tensor:
         """Returns the flags as fp32 numbers, always the same memory."""

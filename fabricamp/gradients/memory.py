@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from fabricamp import ops
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Message, Transport
 
 _grad: Final = operator.attrgetter("grad")
+
+
+class Presence(NamedTuple):
+    """Whether the sums have to be cleared, and which parameters are among them."""
+
+    filled: bool
+    parameters: tuple[bool, ...]
 
 
 class GradientMemory:
@@ -33,6 +40,15 @@ class GradientMemory:
     def tensors(self) -> list[Tensor]:
         """The flat tensors that an open window is in, beside ``.grad``."""
         return [] if self.flat is None else [message.flat for message in self.flat.messages]
+
+    @property
+    def presence(self) -> Presence:
+        """Which parameters are summed so far, as the host knows it; who repeats launches by a graph sets it behind them."""
+        return Presence(self._filled, tuple(self._present))
+
+    @presence.setter
+    def presence(self, presence: Presence) -> None:
+        self._filled, self._present = presence.filled, list(presence.parameters)
 
     def hold(self, parameters: Sequence[Tensor]) -> None:
         """Takes other parameters; what is summed so far of those that it had is kept."""

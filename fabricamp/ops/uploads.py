@@ -38,6 +38,12 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def lasting_like(tensor: Tensor) -> Tensor:
+    """Returns uninitialised memory like ``tensor`` that no replay of a graph writes to by itself."""
+    with _beside_capture(tensor.device):
+        return torch.empty_like(tensor)
+
+
 def upload(values: np.ndarray, to: Tensor) -> None:
     """Writes ``values`` into ``to``, which is contiguous: without waiting, or during a capture at once."""
     source = torch.from_numpy(values)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp import ops
+from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.loss_scaler import SLOTS
 
@@ -38,6 +39,11 @@ class Blame:
         """Remembers what the statistics of the window with that number are of."""
         self._slot = window % SLOTS
         self._last, self._looked[self._slot] = looked
+
+    def keep(self) -> None:
+        """Copies the last statistics to memory that no CUDA graph writes to by itself."""
+        if self._last is not None:
+            self._last = lasting_like(self._last).copy_(self._last)
 
     @property
     def looked(self) -> Looked | None:

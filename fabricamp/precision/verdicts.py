@@ -97,6 +97,10 @@ class Verdicts:
         looked = blame.looked
         return None if looked is None else lambda: blame.note(scaler.windows, looked)
 
+    def keep_statistics(self, optimizer: Optimizer) -> None:
+        """Copies what the last step of ``optimizer`` looked at, while it is captured, to where no other graph writes."""
+        next(binding.blame for binding in self._bindings if binding.optimizer is optimizer).keep()
+
     def note_closed(self) -> Verdict | None:
         """Counts the window and reads the verdict that is due; nothing is launched."""
         verdict = self.scaler.note_closed()

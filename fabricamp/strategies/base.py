@@ -54,6 +54,9 @@ class Strategy(NamesKeywords):
     asks_for_parameters: ClassVar[bool] = False
     """Whether :meth:`reduce_gradients` is told in automatic optimization too whose gradients it is about."""
 
+    eager_steps: ClassVar[int] = 0
+    """How many steps run eagerly, whatever is asked for, before one is captured as a CUDA graph."""
+
     averages_gradients: bool = True
     """Whether :meth:`reduce_gradients` averages over the ranks, where there are several."""
 
@@ -188,6 +191,12 @@ class Strategy(NamesKeywords):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return contextlib.nullcontext()
+
+    def refuses_graph(self, accumulate: int) -> str:
+        """Returns why windows of so many micro-batches cannot be captured as graphs, and what to give; empty where they can."""
+        if self.name == "single":
+            return ""
+        return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
 
     def resume_window(self) -> None:
         """Called where a resumed run goes on within a window: the next forward shares no more than it would have there."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _OWN_DTYPE: Final = Transport()
 _MOST_LISTS: Final = 8
+_NEVER: Final = 2**31 - 1
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -55,6 +56,9 @@ class DDP(ProcessGroupStrategy):
     """
 
     name: ClassVar[str] = "ddp"
+    eager_steps: ClassVar[int] = (
+        11  # torch's wrapper takes statistics of its first ten, by events that no capture can hold
+    )
 
     def __init__(
         self,
@@ -117,6 +121,20 @@ class DDP(ProcessGroupStrategy):
             self._check_mode(automatic=True, accumulates=True)
         return self._wrapper.no_sync()
 
+    def refuses_graph(self, accumulate: int) -> str:
+        """Returns why windows of so many micro-batches cannot be captured as graphs, and what to give; empty where they can."""
+        if accumulate > 1:
+            return (
+                f"strategy 'ddp' with accumulate_grad_batches={accumulate} is not captured: torch's wrapper counts micro-batches "
+                "on the host; give strategy='delayed_ddp'"
+            )
+        if self.find_unused_parameters:
+            return (
+                "DDP(find_unused_parameters=True) looks on the host for what a step has used; give strategy='delayed_ddp', which "
+                "needs no such look"
+            )
+        return ""
+
     def resume_window(self) -> None:
         """Keeps a new wrapper from sharing rank 0's buffers with its first forward: the window's first one has done so."""
         if self._wrapper is not None:
@@ -164,6 +182,7 @@ class DDP(ProcessGroupStrategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             **options,
         )
+        self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # the steps behind those may be captured
         if self.comm_hook is not None:
             self._wrapper.register_comm_hook(*self.comm_hook)
         return self._wrapper

@@ -180,6 +180,10 @@ class DelayedDDP(ProcessGroupStrategy):
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return self._local
 
+    def refuses_graph(self, accumulate: int) -> str:
+        """Returns an empty string: whatever is exchanged may be captured."""
+        return ""
+
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Averages a window's gradients, or ends their exchange, and says where the update finds them.
 

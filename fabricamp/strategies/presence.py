@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from fabricamp.ops.uploads import is_capturing
+
 logger = logging.getLogger("fabricamp")
 
 _NAMED_AT_MOST = 8
@@ -36,7 +38,7 @@ class Differences:
 
         A GPU is asked only now and then where it is the same ones in every step.
         """
-        if self._told or self._pending is not None:
+        if self._told or self._pending is not None or is_capturing(present.device):
             return
         event = None
         if present.device.type == "cuda":

@@ -160,6 +160,103 @@ def test_300_steps_have_the_bits_of_eager_ones(precision, optimizer):
     same(*runs)
 
 
+@pytest.mark.parametrize("optimizer", ["fused", "torch"])
+@pytest.mark.parametrize("precision", LEVELS)
+def test_windows_of_several_batches_have_the_bits_of_eager_ones(precision, optimizer):
+    """Windows of three, the last of an epoch of one short batch: each role is a graph of its own."""
+    level = OptLevel(precision, scale_window=15) if precision in ("O1", "O2") else precision
+    options = {"gradient_clip_val": 0.5, "max_epochs": 8, "accumulate_grad_batches": 3, "val_check_interval": 13}
+    runs = [
+        fit(graph, level, Net(optimizer), images(30, spikes=True, last=3), **options)
+        for graph in (False, CudaGraph(warmup=6))
+    ]
+    assert runs[1][0].global_step == 88
+    same(*runs)
+
+
+class Shapes(torch.utils.data.Dataset):
+    """Batches of three sizes, in any order."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        size = 4 + 2 * (int(torch.randint(3, (), generator=generator)))
+        return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+class Poison(Callback):
+    """Fills what is free of the memory that graphs share with nan before each batch."""
+
+    def __init__(self):
+        self.graph, self.held, self.bytes = None, None, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        update = captured(trainer)
+        if update is None or update._pool is None or len(update._steps) < 9:
+            return
+        if self.graph is None:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=update._pool, stream=torch.cuda.current_stream()):
+                self.held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(4)]
+                self.held += [torch.full((64,), float("nan"), device="cuda") for _ in range(2000)]
+                self.held.clear()
+        self.graph.replay()
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+def test_graphs_that_share_memory_leave_nothing_in_it(precision):
+    poison = Poison()
+
+    def run(graph, *callbacks):
+        torch.manual_seed(0)
+        loader = DataLoader(Shapes(), batch_size=None, shuffle=True)
+        options = {"accumulate_grad_batches": 4, "callbacks": [*callbacks], "max_epochs": 8, "nan_policy": "skip"}
+        return fit(graph, precision, Net(), loader, **options)
+
+    same(run(False), run(CudaGraph(warmup=3), poison))
+    assert poison.graph is not None
+
+
+@pytest.mark.parametrize("graphs", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_exact_resume_within_a_window(graphs, precision, tmp_path):
+    first, second = (graph and CudaGraph(warmup=3) for graph in graphs)
+    options = {"accumulate_grad_batches": 4, "max_epochs": 3}
+    whole = fit(first, precision, **options)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 21:  # two of four
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    fit(first, precision, callbacks=[Save()], **options)
+    trainer = trainer_of(second, precision, **options)
+    module = Net()
+    trainer.fit(module, images(30, last=3), images(2), ckpt_path=tmp_path / "middle.ckpt")
+    for (name, left), right in zip(whole[1].state_dict().items(), module.state_dict().values(), strict=True):
+        assert equal(left, right), name
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_parameters_that_take_no_part_in_windows(precision):
+    """One that never has a gradient, one that is frozen for an epoch, hooks that see what eager steps leave."""
+
+    class Partly(Net):
+        def __init__(self):
+            super().__init__()
+            self.unused = torch.nn.Linear(3, 3)
+
+    class Freeze(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            module.net[0].requires_grad_(trainer.current_epoch != 2)
+
+    options = {"accumulate_grad_batches": 2, "max_epochs": 4}
+    same(*(fit(graph, precision, Partly(), callbacks=[Freeze()], **options) for graph in (False, CudaGraph(warmup=4))))
+
+
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}])
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "larc"])
 @pytest.mark.parametrize("precision", ["O0", "O2"])
@@ -262,6 +359,8 @@ class Effect(Net):
             loss = loss * (1 + loss.item())
         elif self.kind == "none":
             return None
+        elif self.kind == "broken" and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
         return loss
 
 
@@ -275,6 +374,7 @@ WORDS = {
     "random": "draws from random",
     "item": r"waits for the device: .*test_cuda_graph.py:\d+",
     "none": "returned no loss",
+    "broken": r"what a capture cannot hold .*",
 }
 
 
@@ -302,11 +402,29 @@ def test_after_a_failed_step_all_is_given_back():
     fit(True, max_epochs=1)
 
 
+def test_after_a_failed_capture_memory_of_several_streams_is_free_again():
+    """The allocator looks at what other streams have used as long as no capture goes on."""
+    device, side = torch.device("cuda", 0), torch.cuda.Stream()
+    with pytest.raises(ConfigError):
+        fit(True, module=Effect("broken"), max_epochs=1)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    for _ in range(50):
+        held = torch.empty(2**24, dtype=torch.uint8, device=device)
+        held.record_stream(side)
+        del held
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved(device) - before <= 2**26
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_an_overflow_names_the_parameter(policy):
+def test_an_overflow_names_the_parameter(policy, accumulate):
+    options = {"nan_policy": policy, "max_epochs": 1, "accumulate_grad_batches": accumulate}
+
     def run(graph):
         loader = images(30, spikes=True)
-        return fit(graph, "O2" if policy == "skip" else "O0", Net(), loader, nan_policy=policy, max_epochs=1)
+        return fit(graph, "O2" if policy == "skip" else "O0", Net(), loader, **options)
 
     if policy == "skip":
         same(run(False), run(True))
@@ -316,7 +434,7 @@ def test_an_overflow_names_the_parameter(policy):
         loader = images(30)
         loader.dataset.tensors[0][8 * 20] = float("nan")
         with pytest.raises(NonFiniteError) as caught:
-            fit(graph, "O0", Net(), loader, nan_policy="raise", max_epochs=1)
+            fit(graph, "O0", Net(), loader, **options)
         words.append(str(caught.value))
     assert "net." in words[1]
     assert words[0] == words[1]
@@ -337,17 +455,8 @@ def test_exact_resume_across_eager_and_graph(graphs, tmp_path):
 
 
 def test_more_shapes_than_allowed_run_eagerly():
-    class Sizes(torch.utils.data.Dataset):
-        def __len__(self):
-            return 60
-
-        def __getitem__(self, index):
-            generator = torch.Generator().manual_seed(index)
-            size = 4 + index % 3
-            return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
-
     def run(graph):
-        return fit(graph, module=Net(), loader=DataLoader(Sizes(), batch_size=None), max_epochs=2)
+        return fit(graph, module=Net(), loader=DataLoader(Shapes(), batch_size=None), max_epochs=2)
 
     eager = run(False)
     for options in (CudaGraph(warmup=4, shapes=2), CudaGraph(warmup=4, check_every=3)):
@@ -412,4 +521,6 @@ def test_no_hidden_wait_in_replays():
 
     loader = DataLoader(images(30).dataset, batch_size=8, pin_memory=True)
     for precision in ("O0", "O2"):
-        fit(True, precision, loader=loader, max_epochs=1, callbacks=[ErrorOnWait()])
+        for accumulate in (1, 2):
+            options = {"callbacks": [ErrorOnWait()], "accumulate_grad_batches": accumulate, "max_epochs": 2}
+            fit(CudaGraph(warmup=5), precision, loader=loader, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -18,10 +19,15 @@ from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copie
 from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
 from fabricamp.engine.graph.logs import LogTape, LogWatch
 from fabricamp.engine.graph.refusals import graph_refusal
+from fabricamp.engine.graph.together import Stage, Together
+from fabricamp.engine.graph.window import WindowGradients
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
 from fabricamp.optimizers import LARC, FusedAdam, FusedSGD
 from fabricamp.state import RunState, Scope
+from fabricamp.strategies import DDP, DelayedDDP, Environment
 from fabricamp.strategies.base import Strategy
+from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 # -- options ----------------------------------------------------------------------------------------------------------------------
@@ -55,17 +61,22 @@ def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
     assert capsys.readouterr().out.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
 
 
+class Own(Strategy):
+    name = "own"
+
+
 class Parts:
     """Parts of a fit on a GPU, as far as a refusal looks at them."""
 
     def __init__(self, optimizer, *, callbacks=(), accumulate=1, strategy="single", schedulers=(), manual=False):
         self.module = Classifier()
         self.module.automatic_optimization = not manual
-        self.strategy = SimpleNamespace(name=strategy, device=torch.device("cuda"))
+        self.strategy = {"single": Strategy, "ddp": DDP, "delayed_ddp": DelayedDDP, "own": Own}[strategy]()
+        self.strategy.device = torch.device("cuda")
         self.precision = OptLevel("O0")
         self.optimizers = [optimizer(self.module.parameters())]
         self.schedulers = list(schedulers)
-        settings = SimpleNamespace(accumulate_grad_batches=accumulate, detect_anomaly=False)
+        settings = SimpleNamespace(accumulate_grad_batches=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
         self.limits = SimpleNamespace(settings=settings)
         self._callbacks = callbacks
 
@@ -98,14 +109,86 @@ def adam(parameters):
         (lambda parameters: LARC(torch.optim.SGD(parameters, lr=0.1)), {}, "LARC counts its steps on the host"),
         (torch.optim.LBFGS, {}, "LBFGS runs the forward itself"),
         (FusedAdam, {"callbacks": [Middle()]}, "on_before_optimizer_step runs in the middle"),
-        (FusedAdam, {"accumulate": 2}, "accumulate_grad_batches=2 is not captured"),
-        (FusedAdam, {"strategy": "ddp"}, "strategy 'ddp' is not captured"),
+        (FusedAdam, {"accumulate": 2}, ""),
+        (FusedAdam, {"strategy": "delayed_ddp", "accumulate": 2}, ""),
+        (FusedAdam, {"strategy": "ddp"}, ""),
+        (FusedAdam, {"strategy": "ddp", "accumulate": 2}, "strategy 'ddp' with accumulate_grad_batches=2 is not"),
+        (FusedAdam, {"strategy": "own"}, "strategy 'own' is not captured; give strategy='delayed_ddp'"),
         (FusedAdam, {"manual": True}, "manual optimization is not captured"),
     ],
 )
 def test_what_is_refused_before_the_first_batch(optimizer, options, words):
     reason = graph_refusal(Parts(optimizer, **options))
     assert reason.startswith(words) if words else not reason
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_a_window_have_a_place_each():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    window = WindowGradients(module)
+    assert window.settle() == [None] * 4
+    module(torch.ones(1, 3)).sum().backward()
+    own = [one.grad.clone() for one in module.parameters()]
+    places = window.settle()
+    assert all(
+        one.grad is place and torch.equal(place, was)
+        for one, place, was in zip(module.parameters(), places, own, strict=True)
+    )
+    assert window.bring(places)
+    module[0].weight.grad = torch.full((3, 3), 7.0)
+    assert window.bring(places)
+    assert module[0].weight.grad is places[0]
+    assert places[0].eq(7).all()
+    module[1].weight.grad = None
+    assert not window.bring(places)
+    module.zero_grad()
+    assert window.bring([None] * 4)
+    assert not window.bring(places)
+
+
+def test_presence_follows_sums_and_replays():
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    memory = GradientMemory(weights, sums=True)
+    before = memory.presence
+    weights[1].grad = torch.ones(2)
+    memory.add()
+    after = memory.presence
+    assert (before.parameters, after.parameters) == ((False,) * 3, (False, True, False))
+    memory.clear()
+    assert memory.presence == before
+    memory.presence = after
+    assert [one is None for one in memory.local().tensors] == [True, False, True]
+
+
+def meeting(stages):
+    strategy = DDP()
+    environment = Environment(rank=int(os.environ["RANK"]), world_size=2)
+    strategy.setup_environment(environment, torch.device("cpu"))
+    together = Together(strategy, warmup=3)
+    found = []
+    for stage in stages[environment.rank]:
+        found.append((together.meet(stage, 2), together.settled))
+        if together.settled:
+            break
+    agreed = [together.all(flag) for flag in (True, environment.rank == 0)]
+    strategy.teardown()
+    return found, agreed
+
+
+def test_ranks_capture_at_the_same_batch_and_stop_asking():
+    eager, ready, replay = Stage.EAGER, Stage.READY, Stage.REPLAY
+    first = [eager, ready, ready, replay, replay, replay, replay]
+    second = [eager, eager, ready, replay, ready, *[replay] * 3]
+    expected = [(False, False), (False, False), (True, False), *[(False, False)] * 2]
+    apart = [[replay, *[ready, replay] * 20], [eager] * 41]
+    for found, agreed in run_ranks(meeting, 2, [[*first, replay], second], backend=None):
+        assert found == [*expected, (False, False), (False, False), (False, True)]
+        assert agreed == [True, False]
+    for found, _ in run_ranks(meeting, 2, apart, backend=None):
+        assert len(found) == 8 * (3 + 2)
+        assert found[-1] == (False, True)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------------------

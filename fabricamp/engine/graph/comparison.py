@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,60 +13,104 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.precision.verdicts import Verdicts
 
 
+class Copies(NamedTuple):
+    """What a step may write, as it was."""
+
+    tensors: dict[str, Tensor]
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    """Parameters with their ``.grad``, and a copy of it."""
+    presence: Presence | None
+    generator: Tensor
+
+
 class StepState:
-    """All that a step writes: weights, buffers, the optimizer's state, loss scale and verdicts, the device's generator."""
+    """All that a step writes: weights, buffers, the optimizer's state, loss scale and verdicts, the device's generator.
+
+    With ``window`` also the gradients of an open window, which are in ``.grad`` or in ``memory``.
+    """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, verdicts: Verdicts | None, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        verdicts: Verdicts | None,
+        device: torch.device,
+        *,
+        memory: GradientMemory | None = None,
+        window: bool = False,
     ) -> None:
         found = dict(_named(module, optimizer, verdicts))
+        if memory is not None:
+            found |= {f"sums of gradients {number}": one for number, one in enumerate(memory.tensors)}
         self._tensors = {name: one for name, one in found.items() if one.device == device}
+        self._parameters = list(module.parameters()) if window else []
+        self._memory = memory
         self._device = device
 
     @property
     def bytes(self) -> int:
         """How much memory a copy takes."""
-        return sum(one.numel() * one.element_size() for one in self._tensors.values())
+        tensors = [*self._tensors.values(), *self._parameters]
+        return sum(one.numel() * one.element_size() for one in tensors)
 
-    def copy(self) -> tuple[dict[str, Tensor], Tensor]:
+    def copy(self) -> Copies:
         """Returns copies of everything."""
-        copies = {name: one.detach().clone() for name, one in self._tensors.items()}
-        return copies, torch.cuda.get_rng_state(self._device)
+        return Copies(
+            {name: one.detach().clone() for name, one in self._tensors.items()},
+            [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
+            None if self._memory is None else self._memory.presence,
+            torch.cuda.get_rng_state(self._device),
+        )
 
     @torch.no_grad()
-    def put_back(self, copies: tuple[dict[str, Tensor], Tensor]) -> None:
+    def put_back(self, copies: Copies) -> None:
         """Writes everything as it was."""
         for name, one in self._tensors.items():
-            one.copy_(copies[0][name])
-        torch.cuda.set_rng_state(copies[1], self._device)
+            one.copy_(copies.tensors[name])
+        for parameter, gradient, values in copies.gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        if self._memory is not None and copies.presence is not None:
+            self._memory.presence = copies.presence
+        torch.cuda.set_rng_state(copies.generator, self._device)
 
-    def difference(self, copies: tuple[dict[str, Tensor], Tensor]) -> str:
+    def difference(self, copies: Copies) -> str:
         """Names the first tensor whose bits are not those of the copy, or the generator; an empty string where all are."""
         for name, one in self._tensors.items():
-            if not _equal(one, copies[0][name]):
+            if not _equal(one, copies.tensors[name]):
                 return name
-        equal = torch.equal(torch.cuda.get_rng_state(self._device), copies[1])
+        for number, (parameter, _, values) in enumerate(copies.gradients):
+            if (parameter.grad is None) != (values is None):
+                return f"whether parameter {number} has a gradient"
+            if parameter.grad is not None and values is not None and not _equal(parameter.grad, values):
+                return f"the gradient of parameter {number}"
+        equal = torch.equal(torch.cuda.get_rng_state(self._device), copies.generator)
         return "" if equal else "the state of the device's random generator"
 
 
-def compare(state: StepState, before: tuple[dict[str, Tensor], Tensor], eager: Callable[[], Any]) -> str:
+def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]) -> str:
     """Returns what an ``eager`` step from ``before`` leaves otherwise than the replay that has run; an empty string for nothing.
 
     Where two eager steps differ from each other too, the step's own kernels are not deterministic, and nothing is said of it.
+    ``everywhere`` answers whether all ranks are of one mind: each runs as many eager steps as the others.
     """
     replayed = state.copy()
     state.put_back(before)
     eager()
     difference = state.difference(replayed)
-    if difference:
+    if not everywhere(not difference):
         first = state.copy()
         state.put_back(before)
         eager()
         if state.difference(first):
-            return ""
+            difference = ""
+    if not difference:
+        state.put_back(replayed)
     return difference
 
 

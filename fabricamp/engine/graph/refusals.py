@@ -25,11 +25,13 @@ def refused(reason: str) -> ConfigError:
 
 def graph_refusal(parts: FitParts) -> str:
     """Returns why the steps of this fit cannot be captured, and what to change; an empty string where they can."""
-    settings, strategy = parts.limits.settings, parts.strategy
-    accumulate = settings.accumulate_grad_batches
-    reason = reason_against(strategy.device.type, strategy, accumulate, detect_anomaly=settings.detect_anomaly)
+    strategy = parts.strategy
+    reason = reason_against(strategy.device.type, strategy, parts.limits.settings)
     if reason:
         return reason
+    options = parts.limits.settings.cuda_graph
+    if options is not None and options.check_every and strategy.world_size > 1:
+        return "CudaGraph(check_every=...) compares steps of one process; leave it out with several"
     if not parts.module.automatic_optimization:
         return "manual optimization is not captured; leave the steps to the Trainer"
     if not parts.optimizers:

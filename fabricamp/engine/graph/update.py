@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -14,11 +16,14 @@ from fabricamp.engine.graph.comparison import StepState, compare
 from fabricamp.engine.graph.effects import Attributes, host_generators
 from fabricamp.engine.graph.logs import LogTape, LogWatch
 from fabricamp.engine.graph.refusals import refused, upload_of
+from fabricamp.engine.graph.together import Stage, Together
+from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.engine.update import Update
+from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimizers import LARC, FusedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
 
@@ -28,79 +33,138 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("fabricamp")
 _MOST_IN_A_ROW = 3
+_FEWEST_SIGHTS = 2
+"""How many micro-batches of a shape and role run eagerly at least: state is made in the first, and a wait found in the second."""
 _GIB = 2**30
+Key: TypeAlias = tuple[Hashable, Role]
 _NUMBERS = (bool, int, float, str, tuple)
 
 
 class GraphUpdate(Update):
     """Runs the first batches of each shape eagerly, captures the step then, and replays it.
 
-    From the first batch on, all of the fit's work is on a stream of its own: AccumulateGrad nodes keep that of their first use.
+    A micro-batch that opens a window, one in its middle and one that closes it are graphs of their own.  All of the fit's work is
+    on a :class:`~fabricamp.engine.graph.stream.SideStream`.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
+        self._steps: dict[Key, CapturedStep] = {}
+        self._sights: dict[Hashable, int] = {}
+        self._seen: dict[Key, int] = {}
         super().__init__(parts)
         options = session.settings.cuda_graph
         assert options is not None
         self._options = options
         self._session = session
         self._attachment = session.attachment
-        self._steps: dict[Hashable, CapturedStep] = {}
-        self._seen: dict[Hashable, int] = {}
+        self._window = WindowGradients(parts.module)
+        self._together = Together(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
         self.why_eager = ""
         """Why this run has no graph any more; empty where it has."""
         device = parts.strategy.device
-        self._outer = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(self._outer)
-        torch.cuda.set_stream(self._stream)
+        self._open = torch.zeros((), dtype=torch.float32, device=device)
+        """Stands for the loss of an open window."""
+        self._pool: Any = None
+        self._stream = torch.cuda.current_stream(device)
+
+    def use(self, step: Callable[..., Any]) -> None:
+        """Takes another step to run, which is captured anew when it has run eagerly."""
+        super().use(step)
+        self._sights.clear()
+        if self._steps:
+            self._drop()
 
     # -- a batch -----------------------------------------------------------------------------------------------------------------
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs a step, as a replay where there is a graph for batches like this one."""
-        if self.why_eager:
+        """Runs a micro-batch, as a replay where there is a graph for those like this one."""
+        closes = last or (batch_idx + 1) % self._accumulate == 0
+        role = Role(self._accumulate, self.loss is None, closes)
+        key = None if self.why_eager else self._key_of(batch, role)
+        step = None if key is None else self._replayable(key)
+        together = not self._together.settled and self._meet(key, step)
+        if key is None or self.why_eager:
             return super().run_batch(batch, batch_idx, last)
-        try:
-            key = signature(batch)
-        except NotCapturableError as error:
-            self._give_up(str(error))
-            return super().run_batch(batch, batch_idx, last)
-        step = self._steps.get(key)
-        if step is None or not step.fits():
-            return self._run_without_graph(key, batch, batch_idx, last)
+        if step is None:
+            if together or (self._together.settled and self._is_ready(key)):
+                return self._run_captured(key, batch, batch_idx, last, compares=together or self._together.alone)
+            return self._run_watched(key, batch, batch_idx, last)
         self._captures_in_a_row = 0
-        step.show_gradients()
         every = self._options.check_every
         if every and step.replays % every == 0:
-            self._launch_checked(step, batch, batch_idx)
+            self._launch_checked(step, batch, batch_idx, role)
         else:
             step.launch(batch)
-        return self._follow(step)
+        return self._follow(step, role)
 
-    def _run_without_graph(self, key: Hashable, batch: Any, batch_idx: int, last: bool) -> Any:
-        stale = self._steps.get(key)
-        if stale is not None:
-            self._count_capture(stale)
+    def _key_of(self, batch: Any, role: Role) -> Key | None:
+        try:
+            return signature(batch), role
+        except NotCapturableError as error:
+            self._give_up(str(error))
+            return None
+
+    def _replayable(self, key: Key) -> CapturedStep | None:
+        """Returns the graph for ``key``, where there is one that still fits and the open window is one that it can go on with."""
+        step = self._steps.get(key)
+        if step is None:
+            return None
+        if not step.fits():
+            self._count_capture(step)
             # An eager step finds what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
-            self._seen = dict.fromkeys(self._seen, self._options.warmup - 3)
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if self.why_eager or seen < self._options.warmup or len(self._steps) >= self._options.shapes:
-            return self._run_watched(batch, batch_idx, last, seen)
+            return None
+        return step if step.takes_over(self._window) else None
+
+    def _is_ready(self, key: Key) -> bool:
+        """Whether the micro-batch at hand may be captured: enough like it have run eagerly."""
+        shapes = {shape for shape, _ in self._steps} | {key[0]}
+        warmup = max(self._options.warmup, self._parts.strategy.eager_steps + 1)
+        enough = self._sights.get(key[0], 0) + 1 >= warmup and self._seen.get(key, 0) >= _FEWEST_SIGHTS
+        return enough and key not in self._steps and len(shapes) <= self._options.shapes
+
+    def _meet(self, key: Key | None, step: CapturedStep | None) -> bool:
+        """Returns whether all ranks capture now; every rank asks, before the first ones have settled it."""
+        stage = Stage.REPLAY
+        if step is None:
+            stage = Stage.READY if key is not None and self._is_ready(key) else Stage.EAGER
+        return self._together.meet(stage, self._accumulate)
+
+    def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
+        """Captures the micro-batch, and runs it as the first replay, which all ranks compare with an eager step or none does."""
+        role, loss = key[1], self.loss
+        step, error = None, None
         try:
             step = self._capture(key, batch)
-        except Exception as error:  # noqa: BLE001 - whatever a step does; said, or raised
-            self.loss = None
+        except Exception as raised:  # noqa: BLE001 - whatever a step does; said, or raised
+            error = raised
+        if compares and not self._together.all(error is None):
+            error = error or NotCapturableError("another rank cannot capture its step")
+        if step is None or error is not None:
+            assert error is not None
+            if step is not None:
+                step.withdraw()
+            self.loss = loss
             self._give_up(reason_of(error), error)
             return super().run_batch(batch, batch_idx, last)
-        self._launch_checked(step, batch, batch_idx)
-        return self._follow(step, first=True)
+        if compares:
+            self._launch_checked(step, batch, batch_idx, role)
+        else:
+            step.launch(batch)
+        return self._follow(step, role, first=True)
 
-    def _follow(self, step: CapturedStep, *, first: bool = False) -> Any:
+    def _follow(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
         """What the host does behind a replay; the capture has done a part of it for the first."""
         outputs = step.follow(first=first)
+        if not self._together.alone:
+            check_peers()  # a kernel of a layer may have given up waiting for a rank
+        if not role.closes:
+            self.loss, self._whole = step.loss, True
+            self._state.open_batches += 1
+            return outputs
+        self.loss = None
+        self._state.open_batches = 0
         if self._bound.plain_step is None:
             self._note_update()
         else:
@@ -110,14 +174,16 @@ class GraphUpdate(Update):
 
     # -- eager steps, watched ----------------------------------------------------------------------------------------------------
 
-    def _run_watched(self, batch: Any, batch_idx: int, last: bool, seen: int) -> Any:
+    def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
         """An eager step; behind the first of a shape, what Python does in it is looked at too."""
-        if self.why_eager or seen >= self._options.warmup:
+        self._sights[key[0]] = self._sights.get(key[0], 0) + 1
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if seen > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
         attributes = Attributes(self._owners()) if seen > 1 else None
         generators = host_generators()
         try:
-            outputs, waits = self._run_seen(batch, batch_idx, last, looks=seen == self._options.warmup - 1)
+            outputs, waits = self._run_seen(batch, batch_idx, last, looks=seen == _FEWEST_SIGHTS)
         except NotCapturableError as error:
             raise refused(str(error)) from None
         finally:
@@ -163,45 +229,77 @@ class GraphUpdate(Update):
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
-    def _capture(self, key: Hashable, batch: Any) -> CapturedStep:
+    def _capture(self, key: Key, batch: Any) -> CapturedStep:
         """Captures the step of ``batch``, which has not run on the device then."""
-        parts, optimizer = self._parts, self._optimizer
+        parts, optimizer, role = self._parts, self._optimizer, key[1]
         assert optimizer is not None
-        optimizer.zero_grad(set_to_none=True)  # gradients of the graph come into the graph's own memory
         if not all(one.device == self._stream.device for one in tensors_of(batch)):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
             )
+        memory = self._memory() if self._sums and self._memory is not None else None
+        if role.opens:
+            optimizer.zero_grad(set_to_none=True)  # gradients of the graph come into the graph's own memory
+        elif memory is None:
+            self._window.settle()
         inputs = copied(batch)
         tape = LogTape(parts.metrics)
-        step = CapturedStep(parts.module, inputs, tape)
+        step = CapturedStep(parts.module, inputs, role, tape, memory)
         watch: Any = LogWatch(parts.metrics)
         self._attachment.metrics, self._state.capturing = watch, True
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
-            step.capture(lambda: self._launch(inputs, BatchIndex()), self._stream)
-        except BaseException:
-            tape.undo()
-            raise
+            step.capture(lambda: self._launch_captured(inputs, role), self._stream, self._pool_of(role))
         finally:
             self._attachment.metrics, self._state.capturing = parts.metrics, False
+        step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
-        step.note = None if verdicts is None else verdicts.repeated(optimizer)
+        step.note = verdicts.repeated(optimizer) if role.closes and verdicts is not None else None
         step.upload = upload_of(optimizer) or _unchanged(optimizer)
         self._steps[key] = step
-        used = (torch.cuda.memory_reserved(self._stream.device) - before) / _GIB
-        shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
-        self._session.notices.say(
-            f"CUDA graph: steps of batches {shapes} are replayed from here on, with {used:.2f} GiB"
-        )
+        self._tell(batch, role, torch.cuda.memory_reserved(self._stream.device) - before)
         return step
 
-    def _launch(self, batch: Any, batch_idx: Any) -> Any:
+    def _pool_of(self, role: Role) -> Any:
+        """Returns the graph's memory; those of a window share it: they run one behind the other, and leave nothing in it."""
+        if role.accumulate == 1:
+            return torch.cuda.graph_pool_handle()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _tell(self, batch: Any, role: Role, used: int) -> None:
+        shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
+        place = ""
+        if role.accumulate > 1:
+            place = (
+                "close a window of " if role.closes else "open a window of " if role.opens else "go on in a window of "
+            )
+            place = f" that {place}{role.accumulate}"
+        self._session.notices.say(
+            f"CUDA graph: steps of batches {shapes}{place} are replayed from here on, with {used / _GIB:.2f} GiB"
+        )
+
+    def _launch_captured(self, batch: Any, role: Role) -> Any:
+        """What is captured: a step, and what it leaves for the host, outside of memory that other graphs write to."""
+        outputs = self._launch(batch, BatchIndex(), role)
+        verdicts = self._parts.precision.verdicts
+        if role.closes and role.accumulate > 1 and verdicts is not None and self._optimizer is not None:
+            verdicts.keep_statistics(self._optimizer)
+        return outputs
+
+    def _launch(self, batch: Any, batch_idx: Any, role: Role) -> Any:
         """What a step does on the device."""
-        outputs = self._forward_backward(batch, batch_idx)
-        if self.loss is None:
+        self.loss = None if role.opens else self._open
+        with contextlib.nullcontext() if role.closes and not self._sums else self._parts.strategy.no_sync():
+            outputs = self._forward_backward(batch, batch_idx)
+        if self.loss is None or self.loss is self._open:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
+        if role.accumulate > 1 and not self._sums:
+            self._window.settle()
+        if not role.closes:
+            return outputs
         loss, self.loss = self.loss, None
         if self._bound.plain_step is None:
             self._launch_update(loss, batch_idx)
@@ -209,25 +307,26 @@ class GraphUpdate(Update):
             self._bound.plain_step()
         return outputs
 
-    def _launch_checked(self, step: CapturedStep, batch: Any, batch_idx: int) -> None:
+    def _launch_checked(self, step: CapturedStep, batch: Any, batch_idx: int, role: Role) -> None:
         """Runs a replay, and compares what it leaves with what an eager step does, where there is memory for that."""
-        parts, optimizer = self._parts, self._optimizer
+        parts, optimizer, device = self._parts, self._optimizer, self._stream.device
         assert optimizer is not None
-        device = self._stream.device
-        state = StepState(parts.module, optimizer, parts.precision.verdicts, device)
+        memory = self._memory() if self._sums and self._memory is not None else None
+        window = role.accumulate > 1
+        state = StepState(parts.module, optimizer, parts.precision.verdicts, device, memory=memory, window=window)
         torch.cuda.empty_cache()
-        if 3 * state.bytes > torch.cuda.mem_get_info(device)[0]:
+        if not self._together.all(3 * state.bytes < torch.cuda.mem_get_info(device)[0]):
             _LOG.warning("fabricamp: the replay is not compared with an eager step, for which there is no memory")
             step.launch(batch)
             return
         before = state.copy()
         step.launch(batch)
-        metrics = parts.metrics
+        metrics, loss = parts.metrics, self.loss
         metrics.muted, muted = True, metrics.muted
         try:
-            difference = compare(state, before, lambda: self._launch(batch, batch_idx))
+            difference = compare(state, before, lambda: self._launch(batch, batch_idx, role), self._together.all)
         finally:
-            metrics.muted = muted
+            metrics.muted, self.loss = muted, loss
         step.show_gradients()
         if difference:
             self._give_up(f"a replay leaves other bits than an eager step, first in {difference}")
@@ -262,14 +361,15 @@ class GraphUpdate(Update):
         if self._steps:
             self._stream.synchronize()
             self._steps.clear()
+        self._seen.clear()
+        self._pool = None
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()
 
-    def close(self) -> None:
-        """Frees the graphs, and goes back to the stream that the fit began on."""
-        self._drop()
-        self._outer.wait_stream(self._stream)
-        torch.cuda.set_stream(self._outer)
+    def close(self, *, failed: bool) -> None:
+        """Frees the graphs; after a failure of several ranks the device may wait for one that is gone, and they stay."""
+        if self._together.alone or not failed:
+            self._drop()
 
 
 def _unchanged(optimizer: Optimizer) -> Callable[[], bool]:

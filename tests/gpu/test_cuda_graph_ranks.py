@@ -1,0 +1,189 @@
+"""Steps of two ranks as CUDA graphs: the bits of eager ones, with the exchange of gradients and of statistics in the graph."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from fabricamp.optimizers import FusedAdam, FusedSGD
+from fabricamp.strategies import DDP, DelayedDDP
+from tests.distributed.ranks import run_ranks
+from tests.small import quiet_trainer
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def join():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+class Samples(Dataset):
+    """``odd``: ranks see batches of other sizes than each other."""
+
+    def __init__(self, count, *, odd=False, spikes=False):
+        self.count, self.odd, self.spikes = count, odd, spikes
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        size = 6 + (2 * int(torch.randint(3, (), generator=generator)) if self.odd else 0)
+        x = torch.randn(size, 3, 8, 8, generator=generator)
+        if self.spikes and index % 17 == 11:
+            x *= 3e5
+        return x, torch.randint(0, 5, (size,), generator=generator)
+
+
+class Net(TrainingModule):
+    def __init__(self, optimizer=FusedAdam):
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer = optimizer
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16 * 36, 5)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x).float(), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        if self.optimizer is FusedAdam:
+            return FusedAdam(self.parameters(), lr=1e-3, eps=1e-4)
+        if self.optimizer is FusedSGD:
+            return FusedSGD(self.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, fused=True, capturable=True)
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.losses, self.replays = [], 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].clone())
+        graph = trainer._runner.session.graph
+        self.replays = 0 if graph is None else sum(one.replays for one in graph._steps.values())
+
+
+def fitted(strategy, graph, level="O0", optimizer=FusedAdam, accumulate=1, sync=True, callbacks=(), **data):
+    watch = Watch()
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        devices="auto",
+        strategy=strategy,
+        precision=level,
+        max_epochs=3,
+        gradient_clip_val=1.0,
+        accumulate_grad_batches=accumulate,
+        sync_batchnorm=sync,
+        log_every_n_steps=9,
+        callbacks=[watch, *callbacks],
+        cuda_graph=graph,
+    )
+    module = Net(optimizer)
+    torch.manual_seed(5 + trainer.global_rank)
+    trainer.fit(module, DataLoader(Samples(60, **data), batch_size=None))
+    state = [one.cpu() for one in module.state_dict().values()]
+    return state, torch.stack(watch.losses).cpu(), watch.replays, trainer.skipped_steps
+
+
+CASES = {
+    "delayed O0": (DelayedDDP, {}),
+    "delayed O1 spikes": (DelayedDDP, {"level": OptLevel("O1", scale_window=9), "spikes": True}),
+    "delayed O2": (DelayedDDP, {"level": "O2", "optimizer": FusedSGD}),
+    "delayed O5": (DelayedDDP, {"level": "O5"}),
+    "delayed torch": (DelayedDDP, {"optimizer": torch.optim.AdamW, "sync": False}),
+    "delayed O0 windows": (DelayedDDP, {"accumulate": 3}),
+    "delayed O2 windows": (DelayedDDP, {"level": "O2", "accumulate": 3, "spikes": True}),
+    "delayed O1 odd": (DelayedDDP, {"level": "O1", "odd": True}),
+    "overlapped O2": (lambda: DelayedDDP(message_size=2000), {"level": "O2"}),
+    "ddp O0": (DDP, {}),
+    "ddp O1": (DDP, {"level": "O1", "optimizer": torch.optim.AdamW, "sync": False}),
+    "ddp O2 views": (lambda: DDP(gradient_as_bucket_view=True), {"level": "O2"}),
+    "delayed O2 freezing": (DelayedDDP, {"level": "O2", "callbacks": ["Freeze"]}),
+    "ddp O2 freezing": (DDP, {"level": "O2", "callbacks": ["Freeze"]}),
+    "ddp O0 odd": (DDP, {"odd": True}),
+}
+
+
+def runs(names):
+    join()
+    found = {}
+    for name in names:
+        strategy, options = CASES[name]
+        found[name] = [
+            fitted(strategy(), graph, **{**options, "callbacks": [Freeze() for _ in options.get("callbacks", ())]})
+            for graph in (False, CudaGraph(warmup=4))
+        ]
+        print(name, [(one[2], one[3]) for one in found[name]], flush=True)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["delayed O", "delayed t", "overlapped", "ddp"])
+def test_the_bits_of_eager_steps(kind):
+    names = [name for name in CASES if name.startswith(kind)]
+    for found in run_ranks(runs, 2, names, backend=None, start_method="spawn", timeout=280):
+        for name, (eager, graph) in found.items():
+            for one, other in zip(eager[0], graph[0], strict=True):
+                assert torch.equal(one.isnan(), other.isnan()), name
+                assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
+            assert torch.equal(eager[1].nan_to_num(), graph[1].nan_to_num()), name
+            assert eager[3] == graph[3], name
+            assert graph[2] > 15, name
+
+
+class Freeze(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        module.net[0].requires_grad_(trainer.current_epoch != 1)
+
+
+class Late(Net):
+    """One rank's step cannot be captured."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        return loss
+
+
+def one_cannot():
+    join()
+    trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph="auto")
+    trainer.fit(Late(), DataLoader(Samples(60), batch_size=None))
+    why = trainer._runner.session.graph.why_eager
+    words = ""
+    try:
+        quiet_trainer(
+            accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph=CudaGraph(check_every=5)
+        ).fit(Net(), DataLoader(Samples(8), batch_size=None))
+    except ConfigError as error:
+        words = str(error)
+    dist.destroy_process_group()
+    return trainer.global_step, why, words
+
+
+def test_where_one_rank_cannot_capture_all_run_eagerly():
+    (steps, first, words), (others, second, _) = run_ranks(
+        one_cannot, 2, backend=None, start_method="spawn", timeout=120
+    )
+    assert steps == others == 30
+    assert "another rank cannot capture" in first
+    assert "the step does what a capture cannot hold" in second
+    assert "check_every" in words
