@@ -19,7 +19,7 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
     for each epoch
         on_train_epoch_start (c, m)
         for each micro-batch
-            on_before_batch_transfer (m)            on a GPU one batch ahead, as the next two, where none is overridden
+            on_before_batch_transfer (m)            on a GPU a batch ahead, as the next one (``prefetch_batches``)
             transfer_batch_to_device (m)
             on_after_batch_transfer (m)
             on_train_batch_start (c, m)
@@ -123,7 +123,10 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Returns the batch on ``device``; override it for batches of a type of your own."""
+        """Returns the batch on ``device``; override it for batches of a type of your own.
+
+        On a GPU it runs a batch ahead, as ``on_before_batch_transfer`` does: what the step changes is for the next hook.
+        """
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

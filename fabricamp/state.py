@@ -93,6 +93,7 @@ class RunState:
 
     __slots__ = (
         "agreed",
+        "ahead",
         "batch",
         "batch_idx",
         "batches",
@@ -138,6 +139,7 @@ class RunState:
         self.batches: enumerate[Any] | None = None
         self.open_batches = 0
         self.batch: Any = None
+        self.ahead = False  # hooks run that move a batch ahead of its step
         self.capturing = False  # the step that runs is captured as a CUDA graph
         self.dataloader_idx = 0
         self.num_dataloaders = 1

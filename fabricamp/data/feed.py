@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,9 @@ from fabricamp.data.position import (
     restore_states,
     states_of,
 )
-from fabricamp.data.transfer import record_stream
+from fabricamp.data.staging import Staging
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.rng import capture_rng
-from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -42,11 +42,11 @@ class Feed:
     """Prepared batches of one pass over ``loader``, at most ``limit``; ``last`` is True while the last one is out.
 
     ``prepare`` is what happens to a batch on its way (moving it to the device); ``finish`` is what has to see the state
-    that the previous step left (the user's ``on_after_batch_transfer``).  With ``prefetch`` on a CUDA ``device``,
-    ``prepare`` runs one batch ahead on a stream of its own, and ``finish`` when the batch is handed over, on the stream
-    of the step.
+    that the previous step left (the user's ``on_after_batch_transfer``).  ``prepare`` runs ``prefetch`` batches ahead, on
+    a CUDA ``device`` on a stream of its own, and ``finish`` when the batch is handed over, on the stream of the step.
+    ``hooked`` says that hooks of the user are in ``prepare``, which may draw.
 
-    One batch is read ahead only with ``prefetch``, or where the loader does not say exactly how many it gives.
+    Without ``prefetch`` one batch is read ahead where the loader does not say exactly how many it gives.
     ``begun`` says that the run has begun a pass before, in an earlier process.
 
     >>> feed = Feed([1, 2, 3], limit=2)
@@ -62,7 +62,8 @@ class Feed:
         prepare: Callable[[Any], Any] | None = None,
         finish: Callable[[Any], Any] | None = None,
         device: torch.device | None = None,
-        prefetch: bool = False,
+        prefetch: int = 0,
+        hooked: bool = False,
         begun: bool = False,
     ) -> None:
         self.last = False
@@ -72,21 +73,25 @@ class Feed:
         self._prepare = prepare
         self._finish = finish
         self._device = device or torch.device("cpu")
-        self._prefetch = prefetch and self._device.type == "cuda"
+        self._prefetch = prefetch
+        self._hooked = hooked
         self._running: Generator[Any, None, None] | None = None
         self._resume: dict[str, Any] | None = None  # until the pass has begun that it is for
         self._source: Any = None
         self._entered: list[dict[str, Any]] = []
         self._behind = 0
         self._begun: dict[str, Any] = {}
-        self._ahead: dict[str, Any] | None = None
+        # What was read ahead, with where the pass stood before each, and why no more can be.
+        self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
+        self._failure: Exception | None = None
         self._again = begun
         self._given = 0
         self._whole: float = math.inf  # how many batches lie behind the last one, once that is out
         self._loaded: dict[str, Any] | None = None
         self._over = False
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
-        self._draws = any(map(draws_while_reading, self._members))
+        self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
+        self._marks = self._draws or isinstance(loader, CombinedLoader)
         self._ends_by_drawing = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,8 +140,10 @@ class Feed:
             if self._resume is not None:
                 places = self._resume["places"]
             return {**state, "places": places, "last": over}
-        ahead = self._ahead or {"places": self._places(batches - self._behind)}
-        return {**state, **ahead, "begun": self._begun, "last": False}
+        marks = [mark for _, mark in self._queue if mark]
+        ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
+        drawn = [mark["drawn"] for mark in marks[1:]]
+        return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Makes the next pass begin where ``state`` was taken; returns how many batches of this run's size lie behind it."""
@@ -180,10 +187,11 @@ class Feed:
             return
         counts = announced < math.inf
         try:
-            batches = self._begin(total, exactly=counts, reads_ahead=self._prefetch or not counts)
             if self._prefetch:
-                yield from self._prefetched(batches)
-            elif counts:  # nothing is read ahead, and no generator more stands between the loader and the step
+                yield from self._prefetched(total, exactly=counts)
+                return
+            batches = self._begin(total, exactly=counts, ahead=0 if counts else 1)
+            if counts:  # nothing is read ahead, and no generator more stands between the loader and the step
                 for function in (self._prepare, self._finish):
                     batches = batches if function is None else map(function, batches)
                 yield from itertools.islice(batches, int(total) - 1)
@@ -196,32 +204,38 @@ class Feed:
             self.last = False
             self._end()
 
-    def _begin(self, total: float, *, exactly: bool, reads_ahead: bool) -> Iterator[Any]:
-        """Opens the loader and returns its batches.
+    def _begin(
+        self, total: float, *, exactly: bool, ahead: int, prepare: Callable[[Any], Any] | None = None
+    ) -> Iterator[Any]:
+        """Opens the loader and returns its batches, as ``prepare`` leaves them.
 
         A resumed pass leaves every generator as it is: the straight one drew long ago what opening draws, what the batches drew
         that have to be read past, and what the one drew that had been read ahead.
         """
         resume, self._resume, self._loaded = self._resume or {}, None, None
-        self._ahead, self._given, self._to_the_end = None, 0, total == math.inf
+        self._queue, self._failure = deque(), None
+        self._given, self._to_the_end = 0, total == math.inf
         generators = generators_of(self._members)
         if not resume.get("batches"):
             rng = capture_rng() if any(map(_is_read_past, self._members)) else None
             self._begun = {"rng": rng, "generators": states_of(generators)}
             self._source = self._enter(resume)
-            return self._taken(total, exactly=exactly)
+            return self._taken(total, exactly=exactly, prepare=prepare)
         self._begun = resume.get("begun", {})
         with isolate(generators):
             restore(self._begun, generators)
             self._source = self._enter(resume)
-            batches = self._taken(total, exactly=exactly)
-            if not reads_ahead:
+            batches = self._taken(total, exactly=exactly, prepare=prepare)
+            if not ahead:
                 return batches
-            restore(resume.get("drawn") or {}, generators)
-            return itertools.chain(list(itertools.islice(batches, 1)), batches)
+            for drawn in (resume.get("drawn") or {}, *resume.get("drawn_ahead", ())):
+                restore(drawn, generators)
+                self._read(batches)
+            return batches
 
     def _end(self) -> None:
-        """Lets go of the loader's iterator and ends its workers."""
+        """Lets go of what was read ahead, but for where the pass stood, of the loader's iterator, and ends its workers."""
+        self._queue = deque((_END, mark) for _, mark in self._queue)
         if isinstance(self._source, CombinedPass):
             self._source.close()
         else:
@@ -250,59 +264,68 @@ class Feed:
             return list(self._source.places()) if self._source is not None else self._entered
         return [place_of(self._loader, self._entered[0], given)]
 
-    def _mark(self) -> None:
-        """Notes where the pass stands before a batch is read ahead, which a resumed one has to read again."""
+    def _mark(self) -> dict[str, Any]:
+        """Returns where the pass stands before a batch is read ahead, which a resumed one has to read again."""
         self._given += 1
         drawn = {"rng": capture_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
-        self._ahead = {"places": self._places(self._given), "drawn": drawn}
+        return {"places": self._places(self._given), "drawn": drawn}
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
-        for number, (raw, last) in enumerate(_look_ahead(batches, self._marker()), self._behind + 1):
+        for number, (raw, last) in enumerate(self._look_ahead(batches, 1), self._behind + 1):
             batch = raw
             for function in (self._prepare, self._finish):
                 batch = batch if function is None else function(batch)
             self.last, self._whole = last, number
             yield batch
 
-    def _prefetched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches prepared one ahead on a side stream; the stream of the step waits for it, the host never."""
-        side = torch.cuda.Stream(self._device)
-        # What `prepare` reads (a module's buffers) was written on the stream of the step, before its first batch.
-        device = side.device
-        side.wait_stream(stream_in_use(device))
-
-        def stage(batch: Any) -> tuple[Any, torch.cuda.Event]:
-            stream, copied = stream_in_use(device), torch.cuda.Event()
-            torch.cuda.set_stream(side)  # torch.cuda.stream looks for the current one in ten times as long
-            try:
-                ready = batch if self._prepare is None else self._prepare(batch)
-                copied.record(side)
-            finally:
-                torch.cuda.set_stream(stream)
-            return ready, copied
-
-        ahead = _look_ahead(map(stage, batches), self._marker())
-        for number, ((ready, copied), last) in enumerate(ahead, self._behind + 1):
-            stream = stream_in_use(device)
-            stream.wait_event(copied)
-            record_stream(ready, stream)
+    def _prefetched(self, total: float, *, exactly: bool) -> Iterator[Any]:
+        """Batches prepared ahead of their steps."""
+        staging = Staging(self._device, self._prepare, hooked=self._hooked)
+        batches = self._begin(total, exactly=exactly, ahead=self._prefetch, prepare=staging.put)
+        for number, (staged, last) in enumerate(self._look_ahead(batches, self._prefetch), self._behind + 1):
+            ready = staging.take(staged)
             batch = ready if self._finish is None else self._finish(ready)
+            del ready
             self.last, self._whole = last, number
             yield batch
 
-    def _marker(self) -> Callable[[], None] | None:
-        """What has to run before each batch that is read ahead; None where counting is enough."""
-        return self._mark if self._draws or isinstance(self._loader, CombinedLoader) else None
+    def _look_ahead(self, batches: Iterator[Any], ahead: int) -> Iterator[tuple[Any, bool]]:
+        """Each batch, ``ahead`` more of them read before, and whether it is the last; an error is raised at its batch."""
+        queue = self._queue
+        if not queue:
+            self._read(batches)
+        while True:
+            while queue[-1][0] is not _END and len(queue) <= ahead:
+                self._read(batches)
+            batch, _ = queue.popleft()
+            if batch is _END:
+                break
+            yield batch, queue[0][0] is _END and self._failure is None
+            del batch
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
-    def _taken(self, total: float, *, exactly: bool) -> Iterator[Any]:
+    def _read(self, batches: Iterator[Any]) -> None:
+        """Reads a batch ahead; notes before where the pass stands, unless counting is enough."""
+        mark = self._mark() if self._marks and self._queue else {}
+        try:
+            batch = next(batches, _END)
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            self._failure, batch = error, _END
+        self._queue.append((batch, mark))
+
+    def _taken(self, total: float, *, exactly: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
         """At most ``total`` batches; raises where fewer come than were announced, or an iterator is used up."""
         counter = itertools.count()
         numbered = zip(
             self._source if total == math.inf else itertools.islice(self._source, int(total)), counter, strict=False
         )
+        batches = map(operator.itemgetter(0), numbered)
         return itertools.chain(
-            map(operator.itemgetter(0), numbered), self._nothing_but_checks(counter, total if exactly else 0)
+            batches if prepare is None else map(prepare, batches),
+            self._nothing_but_checks(counter, total if exactly else 0),
         )
 
     def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
@@ -330,27 +353,6 @@ def _behind(batches: Any, unread: int) -> Any:
 def _is_read_past(loader: Any) -> bool:
     """Whether nothing but reading leads to a place in ``loader``."""
     return own_sampler(loader) is None and not is_stateful(loader) and type(loader) not in (list, tuple)
-
-
-def _look_ahead(batches: Iterator[Any], mark: Callable[[], None] | None) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last; an error in reading ahead is raised at the batch that it belongs to.
-
-    ``mark`` is called before each reading ahead.
-    """
-    batch = next(batches, _END)
-    while batch is not _END:
-        if mark is not None:
-            mark()
-        failure: Exception | None = None
-        following: Any = _END
-        try:
-            following = next(batches, _END)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failure = error
-        yield batch, following is _END and failure is None
-        if failure is not None:
-            raise failure
-        batch = following
 
 
 def _exact_length(loader: Any) -> int | float:

@@ -17,6 +17,9 @@ from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 from fabricamp.say_once import say_once
 
+MOST_AHEAD = 2
+"""Batches that may be read and moved ahead of the one that is trained on."""
+
 
 def wire_loader(
     loader: Any,
@@ -151,8 +154,8 @@ def _resident_sampler(
 
 
 def _samples_ahead(loader: DataLoader[Any]) -> int:
-    """How many samples may have been asked for that no step has seen: those of the workers, and of a batch that is read ahead."""
-    return (loader.batch_size or 1) * (2 + loader.num_workers * (loader.prefetch_factor or 0))
+    """How many samples may have been asked for that no step has seen: those of the workers, and of batches that are read ahead."""
+    return (loader.batch_size or 1) * (1 + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
 
 
 def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank: int) -> DataLoader[Any]:

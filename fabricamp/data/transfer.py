@@ -37,6 +37,11 @@ def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
         item.record_stream(stream)
 
 
+def lies_on_gpu(batch: Any) -> bool:
+    """Whether anything in ``batch`` knows streams."""
+    return next(_recordable(batch, set()), None) is not None
+
+
 def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
     """What in ``item`` knows streams: CUDA tensors, and objects with a ``record_stream`` of their own."""
     if isinstance(item, Tensor):

@@ -90,7 +90,7 @@ class Session:
         self.graph: GraphUpdate | None = None
         self._stream: SideStream | None = None
         self.predicted: PredictionRecord | None = None
-        self.data = DataSource(source, module, trainer.strategy, trainer.precision_plugin, settings)
+        self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
         self.notices = Notices(self)
 
     @property

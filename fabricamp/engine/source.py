@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,20 @@ from fabricamp.data import (
     release_workers,
     wire_loader,
 )
+from fabricamp.engine.staged_hooks import reads, watched
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, overrides
 from fabricamp.lightning.given import own_loader
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
 from fabricamp.rng import global_seed
+from fabricamp.say_once import say_once
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
 
@@ -56,13 +60,20 @@ class DataSource:
     """The loaders of one session, each asked for once and wired to this rank's share."""
 
     def __init__(
-        self, source: GivenData, module: TrainingModule, strategy: Strategy, precision: Precision, settings: Settings
+        self,
+        source: GivenData,
+        module: TrainingModule,
+        strategy: Strategy,
+        precision: Precision,
+        settings: Settings,
+        state: RunState,
     ) -> None:
         self._source = source
         self._module = module
         self._strategy = strategy
         self._precision = precision
         self._settings = settings
+        self._state = state
         self._train_loader: Any = None
         self._num_training_batches: float | None = None
         self._feeds: list[Feed] = []
@@ -154,12 +165,18 @@ class DataSource:
         return (wired.flattened if wired.mode == "sequential" else [wired]), wired.iterables
 
     def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
-        """Returns the loader's batches on the device, one ahead on a GPU unless they lie there or the user's own hooks move them.
+        """Returns the loader's batches on the device, on a GPU moved ahead unless they lie there.
 
         ``begun``: the run had passes over it before it was resumed.
         """
         owner, own = self._transfer_hooks()
         device, lies_there = self._strategy.device, is_resident(loader)
+        trains, hooked = loader is self._train_loader, own[0] or own[1]
+        ahead = self._settings.prefetch_batches if device.type == "cuda" and not lies_there else 0
+        prepare = self._preparation(owner, own, dataloader_idx, moves=device.type != "cpu" and not lies_there)
+        if ahead and hooked and trains:
+            ahead = self._ahead_of_steps(owner, own, ahead)
+            prepare = watched(prepare, self._state) if ahead else prepare
         finish: Callable[[Any], Any] | None = None
         if own[2]:
 
@@ -169,16 +186,29 @@ class DataSource:
         feed = Feed(
             loader,
             limit=limit,
-            prepare=self._preparation(owner, own, dataloader_idx, moves=device.type != "cpu" and not lies_there),
+            prepare=prepare,
             finish=finish,
             device=device,
-            prefetch=device.type == "cuda" and not (lies_there or own[0] or own[1]),
+            prefetch=ahead,
+            hooked=hooked,
             begun=begun,
         )
         self._feeds.append(feed)
-        if loader is self._train_loader:
+        if trains:
             self._train_feed = feed
         return feed
+
+    def _ahead_of_steps(self, owner: Any, own: list[bool], ahead: int) -> int:
+        """How many batches the user's hooks may move ahead: none where one reads how many steps were made."""
+        for name in itertools.compress(TRANSFER_HOOKS[:2], own):
+            if reads(getattr(owner, name), "global_step"):
+                if self._strategy.rank == 0:
+                    say_once(
+                        f"batches are not moved ahead: {type(owner).__name__}.{name} reads global_step; on_after_batch_transfer, "
+                        "which runs right before the step, may read it"
+                    )
+                return 0
+        return ahead
 
     def close(self) -> None:
         """Ends the passes that are still open, and the workers that wait for the next one."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
+from fabricamp.data.loaders import MOST_AHEAD
 from fabricamp.durations import as_seconds
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
 from fabricamp.precision.base import Clip
@@ -59,6 +60,7 @@ class Settings:
     detect_anomaly: bool
     use_distributed_sampler: bool
     per_sample_seed: bool
+    prefetch_batches: int
     sync_batchnorm: bool
     inference_mode: bool
     default_root_dir: str
@@ -120,6 +122,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
                 "inference_mode",
             )
         },
+        prefetch_batches=check_prefetch(given["prefetch_batches"]),
         default_root_dir=_folder(given["default_root_dir"]),
         cuda_graph=as_cuda_graph(given["cuda_graph"]),
         start_method=check_choice("start_method", given["start_method"], ("auto", "script", "spawn", "fork")),
@@ -153,6 +156,14 @@ def check_accumulation(name: str, value: Any) -> int:
             "trainer.max_epochs and fit again, which goes on"
         )
     return check_number(name, value, least=1)
+
+
+def check_prefetch(value: Any) -> int:
+    """Returns how many batches are moved ahead of their steps."""
+    number = check_number("prefetch_batches", value, least=0)
+    if number > MOST_AHEAD:
+        raise ConfigError(f"prefetch_batches={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
+    return number
 
 
 def check_limit_of(name: str, value: Any) -> int | float:

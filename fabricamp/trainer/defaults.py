@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "partial_window": "step",
     "per_sample_seed": False,
     "precision": "O0",
+    "prefetch_batches": 1,
     "start_method": "auto",
     "strategy": "auto",
     "sync_batchnorm": False,

@@ -182,6 +182,11 @@ class TrainerProperties(TrainerLimits):
     def global_step(self) -> int:
         """The number of attempted update windows."""
         self._refuse_in_a_capture("global_step")
+        if self.state.ahead:
+            raise ConfigError(
+                "global_step is read by a hook that moves batches ahead of their steps, when it is not known; read it in "
+                "on_after_batch_transfer, or give Trainer(prefetch_batches=0)"
+            )
         return self.state.global_step
 
     def _refuse_in_a_capture(self, name: str) -> None:

@@ -96,6 +96,7 @@ class Trainer(TrainerProperties):
         detect_anomaly: torch's anomaly detection, which finds the operation that a bad gradient came from, and is slow.
         use_distributed_sampler: shares loaders among processes; False: every process reads all of them.
         per_sample_seed: seeds augmentation by (seed, epoch, index), so that no worker or rank changes it.
+        prefetch_batches: how many batches are moved to a GPU ahead of their steps, 0 to 2, by transfer hooks of yours too.
         sync_batchnorm: BatchNorm over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
         cuda_graph: True replays the training step as one CUDA graph, "auto" where that can be; a :class:`CudaGraph` has options.
@@ -149,6 +150,7 @@ class Trainer(TrainerProperties):
         detect_anomaly: bool | None = False,
         use_distributed_sampler: bool | None = True,
         per_sample_seed: bool | None = False,
+        prefetch_batches: int | None = 1,
         sync_batchnorm: bool | None = False,
         inference_mode: bool | None = True,
         cuda_graph: bool | str | CudaGraph | None = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 
@@ -61,6 +62,18 @@ class Generated:
                 message = f"batch {index} is broken"
                 raise ValueError(message)
             yield index
+
+
+class Kept:
+    """Counts how many of it there are."""
+
+    alive = 0
+
+    def __init__(self):
+        Kept.alive += 1
+
+    def __del__(self):
+        Kept.alive -= 1
 
 
 def seen(feed):
@@ -211,6 +224,42 @@ def test_a_resumed_pass_is_shorter():
     assert len(seen(Feed(loader))) == 5
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("kind", [Generated, list])
+def test_batches_are_prepared_ahead_and_finished_when_they_are_due(kind, ahead):
+    order = []
+    loader = Generated(4) if kind is Generated else [0, 1, 2, 3]
+    feed = Feed(loader, prepare=lambda one: order.append(one) or one, finish=lambda one: -one, prefetch=ahead)
+    seen = [(batch, feed.last, len(order)) for batch in feed]
+    assert seen == [(-index, index == 3, min(index + 1 + ahead, 4)) for index in range(4)]
+    assert order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_an_error_in_preparing_ahead_surfaces_at_its_batch(ahead):
+    def prepare(batch):
+        if batch == 3:
+            message = "batch 3 is broken"
+            raise ValueError(message)
+        return batch
+
+    for loader in (range(5), Generated(5)):
+        feed = Feed(loader, prepare=prepare, prefetch=ahead)
+        batches = iter(feed)
+        assert [(next(batches), feed.last) for _ in range(3)] == [(0, False), (1, False), (2, False)]
+        with pytest.raises(ValueError, match="3 is broken"):
+            next(batches)
+
+
+def test_nothing_that_was_read_ahead_is_kept_behind_a_pass():
+    feed = Feed([0, 1, 2], prepare=lambda _: Kept(), prefetch=2)
+    assert next(iter(feed)) is not None
+    assert Kept.alive == 3
+    feed.close()
+    gc.collect()
+    assert Kept.alive == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestPrefetch:
@@ -223,13 +272,13 @@ class TestPrefetch:
 
     def test_same_batches_and_one_is_read_ahead(self):
         for loader in (Generated(4), [0, 1, 2, 3]):
-            assert seen(Feed(loader, device=self.device, prefetch=True)) == flagged(range(4))
+            assert seen(Feed(loader, device=self.device, prefetch=1)) == flagged(range(4))
         loader = Generated(4)
-        ahead = [loader.drawn - 1 - batch for batch in Feed(loader, device=self.device, prefetch=True)]
+        ahead = [loader.drawn - 1 - batch for batch in Feed(loader, device=self.device, prefetch=1)]
         assert ahead == [1, 1, 1, 0]
 
     def test_an_error_surfaces_at_its_batch(self):
-        batches = iter(Feed(Generated(5, fails_at=3), device=self.device, prefetch=True))
+        batches = iter(Feed(Generated(5, fails_at=3), device=self.device, prefetch=1))
         assert [next(batches) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="is broken"):
             next(batches)
@@ -238,7 +287,7 @@ class TestPrefetch:
         data = torch.arange(64.0).repeat_interleave(1 << 16).view(64, -1)
         loader = DataLoader(data, batch_size=1, pin_memory=True)
         prepare, finish = lambda batch: {"x": self.move(batch) + 1}, lambda batch: batch["x"] * 2
-        feed = Feed(loader, prepare=prepare, finish=finish, device=self.device, prefetch=True)
+        feed = Feed(loader, prepare=prepare, finish=finish, device=self.device, prefetch=1)
         results = []
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -257,7 +306,7 @@ class TestPrefetch:
             return self.move(batch) + 1
 
         loader = DataLoader(torch.arange(4.0), batch_size=1, pin_memory=True)
-        results = [batch * 2 for batch in Feed(loader, prepare=prepare, device=self.device, prefetch=True)]
+        results = [batch * 2 for batch in Feed(loader, prepare=prepare, device=self.device, prefetch=1)]
         assert torch.cat(results).tolist() == [2, 4, 6, 8]
 
     def test_the_copy_does_not_wait_for_the_step(self):
@@ -269,7 +318,7 @@ class TestPrefetch:
             return moved
 
         loader = DataLoader(torch.zeros(4, 1 << 20), batch_size=1, pin_memory=True)
-        for index, _ in enumerate(Feed(loader, prepare=prepare, device=self.device, prefetch=True)):
+        for index, _ in enumerate(Feed(loader, prepare=prepare, device=self.device, prefetch=1)):
             if index == 1:
                 torch.cuda._sleep(3_000_000_000)
                 busy = torch.cuda.current_stream().record_event()
@@ -277,3 +326,43 @@ class TestPrefetch:
                 copied[3].synchronize()
                 assert not busy.query(), "batch 3 was on the device while step 1 still ran"
         torch.cuda.synchronize()
+
+    @pytest.mark.parametrize("ahead", [1, 2])
+    def test_what_a_hook_hides_is_right_under_reused_memory_shapes_and_edits(self, ahead):
+        """Tensors in objects that nobody can look into, of other sizes each time, edited in place by a slow step."""
+
+        class Hidden:
+            def __init__(self, value):
+                self.get = lambda: value
+
+        sizes = [1 << (16 + index % 3) for index in range(48)]
+        loader = [torch.full((size,), float(index)).pin_memory() for index, size in enumerate(sizes)]
+        feed = Feed(
+            loader,
+            prepare=lambda batch: Hidden(self.move(batch) + 1),
+            device=self.device,
+            prefetch=ahead,
+            hooked=True,
+        )
+        results = []
+        for batch in feed:
+            values = batch.get()
+            torch.cuda._sleep(3_000_000)
+            values += 1
+            results.append(values.amax() + values.amin())
+            del batch, values
+        assert torch.stack(results).tolist() == [2.0 * (index + 2) for index in range(48)]
+
+    @pytest.mark.parametrize("ahead", [1, 2])
+    def test_batches_that_a_loader_makes_on_the_gpu_are_read_when_they_are_there(self, ahead):
+        def made():
+            for index in range(32):
+                torch.cuda._sleep(3_000_000)
+                yield torch.full((1 << 16,), float(index), device=self.device)
+
+        results = []
+        for batch in Feed(made(), prepare=lambda one: one.half(), device=self.device, prefetch=ahead):
+            junk = torch.full((1 << 16,), -1.0, device=self.device)  # where what was given has been, if it is free
+            results.append(batch.amax() + batch.amin() + 0 * junk[0])
+            del batch
+        assert torch.stack(results).tolist() == [2.0 * index for index in range(32)]

@@ -52,6 +52,7 @@ WRONG = {
     "detect_anomaly": ["yes"],
     "use_distributed_sampler": [2],
     "per_sample_seed": [1],
+    "prefetch_batches": [-1, 3, True, "1"],
     "sync_batchnorm": ["yes"],
     "inference_mode": [0],
     "default_root_dir": [3],
