@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from fabricamp import callbacks
@@ -15,7 +16,7 @@ from fabricamp.not_offered import lightnings
 
 def as_callbacks(value: Any) -> list[Callback]:
     """Returns a list of callbacks from one, several, names among them, or None."""
-    given = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    given = [] if value is None else _listed(value)
     found = [_by_name(one) if isinstance(one, str) else adopted(one) for one in given]
     for one in found:
         if not (isinstance(one, Callback) or runs_as_it_is(one)):
@@ -34,6 +35,11 @@ def as_callbacks(value: Any) -> list[Callback]:
     return found
 
 
+def _listed(value: Any) -> list[Any]:
+    """One, or several in any sequence: hydra's ``instantiate`` gives lists of a class of its own."""
+    return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
 def _by_name(name: str) -> Callback:
     """The callback that a third party has registered under ``name``."""
     if name in CALLBACKS.names():
@@ -50,7 +56,7 @@ def as_loggers(value: Any) -> list[Logger] | None:
     """Returns a list of loggers; None stands for the default one (``True`` or None given), ``False`` for none."""
     if value is None or value is True:
         return None
-    given = [] if value is False else list(value) if isinstance(value, (list, tuple)) else [value]
+    given = [] if value is False else _listed(value)
     given = [adopted(one) for one in given]
     for one in given:
         if not isinstance(one, Logger):

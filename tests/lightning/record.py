@@ -1,7 +1,7 @@
 """Records what the programs print under Lightning, into tests/lightning/printed: to be run by a Python that has Lightning.
 
 python -m venv /tmp/lightning
-/tmp/lightning/bin/pip install torch==2.13.0+cpu lightning==2.6.0 torchmetrics tensorboard omegaconf rich pytest
+/tmp/lightning/bin/pip install torch==2.13.0+cpu lightning==2.6.0 torchmetrics tensorboard hydra-core optuna wandb rich pytest
 /tmp/lightning/bin/python tests/lightning/record.py              # all of them, or those that are named
 /tmp/lightning/bin/python tests/lightning/record.py gan --into /tmp/elsewhere
 """

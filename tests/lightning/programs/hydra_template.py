@@ -1,13 +1,13 @@
-"""The shape of the hydra template: everything from a configuration, built by ``_target_``, tested from the best file."""
+"""The shape of the hydra template: hydra builds everything from a configuration by ``_target_``; tested from the best file."""
 
-import importlib
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+import hydra
 import lightning as L
 import torch
+from hydra.core.config_store import ConfigStore
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only
@@ -17,6 +17,10 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification.accuracy import Accuracy
 
 CONFIG = """
+defaults:
+  - _self_
+  - override hydra/hydra_logging: disabled
+  - override hydra/job_logging: disabled
 seed: 12345
 train: true
 test: true
@@ -51,18 +55,6 @@ trainer:
   check_val_every_n_epoch: 1
   deterministic: false
 """
-
-
-def instantiate(config: Any) -> Any:
-    """What hydra.utils.instantiate does: inner nodes first, then ``_target_`` called, or made a partial."""
-    if not isinstance(config, Mapping):
-        return config
-    arguments = {key: instantiate(value) for key, value in config.items() if key not in ("_target_", "_partial_")}
-    if "_target_" not in config:
-        return config
-    module, _, name = config["_target_"].rpartition(".")
-    target = getattr(importlib.import_module(module), name)
-    return partial(target, **arguments) if config.get("_partial_") else target(**arguments)
 
 
 class RankedLogger(logging.LoggerAdapter):
@@ -220,11 +212,11 @@ def log_hyperparameters(object_dict: Dict[str, Any]) -> None:
 def train(cfg: DictConfig) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     if cfg.get("seed"):
         L.seed_everything(cfg.seed, workers=True)
-    datamodule: LightningDataModule = instantiate(cfg.data)
-    model: LightningModule = instantiate(cfg.model)
-    callbacks: List[Callback] = [instantiate(node) for node in cfg.callbacks.values()]
-    logger: List[Logger] = [instantiate(node) for node in cfg.logger.values()]
-    trainer: Trainer = instantiate({**cfg.trainer, "callbacks": callbacks, "logger": logger})
+    datamodule: LightningDataModule = hydra.utils.instantiate(cfg.data)
+    model: LightningModule = hydra.utils.instantiate(cfg.model)
+    callbacks: List[Callback] = [hydra.utils.instantiate(node) for node in cfg.callbacks.values()]
+    logger: List[Logger] = [hydra.utils.instantiate(node) for node in cfg.logger.values()]
+    trainer: Trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=logger)
     object_dict = {"cfg": cfg, "datamodule": datamodule, "model": model, "trainer": trainer}
     log_hyperparameters(object_dict)
     if cfg.get("train"):
@@ -238,8 +230,12 @@ def train(cfg: DictConfig) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     return {**train_metrics, **trainer.callback_metrics}, object_dict
 
 
-def main() -> None:
-    metrics, objects = train(OmegaConf.create(CONFIG))
+ConfigStore.instance().store(name="train", node=OmegaConf.to_container(OmegaConf.create(CONFIG)))
+
+
+@hydra.main(version_base="1.3", config_path=None, config_name="train")
+def main(cfg: DictConfig) -> None:
+    metrics, objects = train(cfg)
     for name, value in sorted(metrics.items()):
         print(name, f"{value:.8f}")
     print("weights", f"{sum(p.double().sum() for p in objects['model'].parameters()):.12f}")
