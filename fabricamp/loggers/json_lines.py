@@ -7,13 +7,10 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.row_file import LOCK, STEP, RowFileLogger
-from fabricamp.loggers.run_folder import writes
-from fabricamp.loggers.trouble import reason_of
+from fabricamp.loggers.row_file import STEP, Content, RowFileLogger, Rows
 
 
 class JSONLinesLogger(RowFileLogger):
@@ -36,88 +33,30 @@ class JSONLinesLogger(RowFileLogger):
 
     FILE = "metrics.jsonl"
 
-    def __init__(
-        self,
-        save_dir: str | os.PathLike[str],
-        name: str | None = "fabricamp_logs",
-        version: int | str | None = None,
-        prefix: str = "",
-        flush_logs_every_n_steps: int = 100,
-    ) -> None:
-        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
-        self._begun = False
-        self._digest = 0  # of what the file holds
-        self._count = 0
-        self._ends: list[int] = []  # the lowest and the highest step of these lines
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many bytes there are, in the file and in memory, and their digest."""
-        if not writes():
-            return {}
-        with LOCK:
-            self._begin()
-            waiting = _text(self._rows)
-            return {"bytes": self._file.size + len(waiting), "digest": zlib.crc32(waiting, self._digest)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Drops the lines behind those of ``state_dict``, where the file begins with them: they will come again."""
-        if not state_dict or not writes():
-            return
-        with LOCK:
-            self._begin()
-            size = state_dict["bytes"]
-            if self._file.size <= size or zlib.crc32(self.metrics_file.read_bytes()[:size]) != state_dict["digest"]:
-                return
-            os.truncate(self.metrics_file, size)
-            self._begun = False
-
-    def close(self) -> None:
-        """Writes the rest."""
-        super().close()
-        self._begun = False
-
     def _row(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         return {STEP: step, "time": round(time.time(), 3), **metrics}
 
-    def _begin(self) -> None:
-        """Looks into the file, once; a last line that a killed run left unfinished does not count."""
-        if self._begun:
-            return
-        self._file, self._digest, self._count, self._ends = GrowingFile(self.metrics_file), 0, 0, []
-        if self.metrics_file.exists():
-            self._file.cut_to_lines()
-            content = self.metrics_file.read_bytes()
-            self._digest = zlib.crc32(content)
-            self._note([json.loads(line) for line in content.splitlines()])
-        self._begun = True
+    def _read(self) -> tuple[Rows, int]:
+        content = self.metrics_file.read_bytes()
+        return [json.loads(line) for line in content.splitlines()], zlib.crc32(content)
 
-    def _write(self) -> None:
-        rows = list(self._rows)
-        if not rows:
-            return
-        self._begin()
-        text = _text(rows)
-        try:
-            self._file.append(text)
-        except FileNotFoundError as error:
-            if not self._file.size:
-                raise
-            # Somebody removed it: what was in it is lost, what comes goes into a new one.
-            self.trouble.tell(reason_of(error))
-            self.trouble.lose(self._count, self._ends)
-            self._begun = False
-            self._write()
-            return
-        self._digest = zlib.crc32(text, self._digest)
-        self._note(rows)
-        del self._rows[: len(rows)]
+    def _digest(self, rows: Rows, before: int) -> int:
+        return zlib.crc32(_text(rows), before)
 
-    def _note(self, rows: Sequence[Mapping[str, float]]) -> None:
-        steps = [*self._ends, *(int(row[STEP]) for row in rows)]
-        self._count, self._ends = self._count + len(rows), [min(steps), max(steps)] if steps else []
+    def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
+        return {"bytes": self._file.size + len(_text(rows))}
+
+    def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
+        size = state_dict["bytes"]
+        if self._file.size > size and zlib.crc32(self.metrics_file.read_bytes()[:size]) == state_dict["digest"]:
+            os.truncate(self.metrics_file, size)
+            self._content = None
+
+    def _append(self, rows: Rows) -> None:
+        self._file.append(_text(rows))
 
 
-def _text(rows: list[dict[str, float]]) -> bytes:
+def _text(rows: Rows) -> bytes:
     return b"".join(json.dumps(_strict(row), allow_nan=False).encode() + b"\n" for row in rows)
 
 

@@ -200,16 +200,8 @@ class WandbLogger(Logger):
         if writes():
             self._log({key: _package().Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
-    def log_text(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[str]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Texts, as a table."""
-        self.log_table(key, columns, data, dataframe, step)
+    log_text = log_table
+    """Texts, as a table."""
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """A list of images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item an image (``caption``)."""
