@@ -174,7 +174,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from fabricamp.verify import verify
+    from fabricamp.runs.verify import verify
 
     difference, what = verify(options.script, options.arguments, options.batches)
     print(what)

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable
 
-from fabricamp.meanings import MEANINGS
+from fabricamp.arguments.meanings import MEANINGS
 
 __all__ = [
     "CheckpointError",

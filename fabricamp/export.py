@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
 
@@ -75,8 +76,8 @@ def export(
 def _checked(path: Path, dtype: str | None) -> Path:
     if path.suffix not in (*WEIGHTS, *GRAPHS):
         raise ConfigError(f"{str(path)!r} has no known format; end it in {', '.join((*WEIGHTS, *GRAPHS))}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not known (known: {', '.join(DTYPES)})")
+    if dtype is not None:
+        check_choice("dtype", dtype, tuple(DTYPES))
     missing = [name for name in _PACKAGES.get(path.suffix, ()) if importlib.util.find_spec(name) is None]
     if not path.parent.is_dir():
         raise CheckpointError(

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.engine.attachment import Attachment
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BytesIO
-
-_METHODS = ("script", "trace")
 
 
 class ExportMixin:
@@ -56,8 +55,7 @@ class ExportMixin:
         Example:
             >>> module.to_torchscript("model.pt")  # doctest: +SKIP
         """
-        if method not in _METHODS:
-            raise ConfigError(f"method={method!r} is not known{nearest(method, _METHODS)} (known: 'script', 'trace')")
+        check_choice("method", method, ("script", "trace"))
         inputs = (
             self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
             if method == "trace"

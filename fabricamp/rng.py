@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -131,8 +132,7 @@ def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Itera
     ``mode`` ``"warn"`` only warns of operations that have none; False leaves the process as it is.  ``benchmark`` None:
     off with a deterministic mode, else as it is.
     """
-    if not isinstance(mode, bool) and mode != "warn":
-        raise ConfigError(f"deterministic={mode!r} is not known (known: True, False, 'warn')")
+    check_flag("deterministic", mode, others=("warn",))
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_CUBLAS)

@@ -120,7 +120,7 @@ def test_onnx_gives_what_the_module_gives():
     ("words", "code", "message"),
     [
         (["weights.bin"], 2, "'weights.bin' has no known format; end it in .pt, .safetensors, .pt2, .onnx"),
-        (["w.pt", "--dtype", "half"], 2, "dtype='half' is not known (known: fp32"),
+        (["w.pt", "--dtype", "half"], 2, "dtype='half' is not known (known: 'fp32'"),
         (["w.pt2"], 2, "give its class (--module)"),
         (["w.pt2", "--module", "Net"], 2, "--module='Net' is no dotted name"),
         (["w.pt2", "--module", f"{__name__}.Nett"], 2, "has no 'Nett'; did you mean 'Net'?"),

@@ -9,7 +9,7 @@ import torch
 
 from fabricamp.cli import main
 from fabricamp.engine.verification import digests
-from fabricamp.verify import compare
+from fabricamp.runs.verify import compare
 
 SCRIPT = """
 import sys, torch

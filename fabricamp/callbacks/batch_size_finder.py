@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.checks import check_choice, check_number
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import holders_of
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-_MODES = ("power", "binsearch")
 
 
 class BatchSizeFinder(Callback):
@@ -47,26 +46,15 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
-        if str(mode).lower() not in _MODES:
-            raise ConfigError(f"mode={mode!r} is not known{nearest(mode, _MODES)} (known: 'power', 'binsearch')")
         if not 0 <= margin < 1:
             raise ConfigError(f"margin={margin!r} is not allowed; give a share from 0 up to, not including, 1")
-        counts = {
-            "steps_per_trial": steps_per_trial,
-            "init_val": init_val,
-            "max_trials": max_trials,
-            "max_val": max_val,
-        }
-        for name, count in counts.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{name}={count!r} is not allowed; give a whole number from 1")
-        self.mode = str(mode).lower()
-        self.steps_per_trial = steps_per_trial
-        self.init_val = init_val
-        self.max_trials = max_trials
+        self.mode = check_choice("mode", str(mode).lower(), ("power", "binsearch"))
+        self.steps_per_trial = check_number("steps_per_trial", steps_per_trial, least=1)
+        self.init_val = check_number("init_val", init_val, least=1)
+        self.max_trials = check_number("max_trials", max_trials, least=1)
         self.batch_arg_name = batch_arg_name
         self.margin = margin
-        self.max_val = max_val
+        self.max_val = check_number("max_val", max_val, least=1)
         self.optimal_batch_size: int | None = None
         """What the search found; None before it."""
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import holders_of
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-_MODES = ("exponential", "linear")
 
 
 class LearningRateFinder(Callback):
@@ -48,8 +47,6 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        if str(mode).lower() not in _MODES:
-            raise ConfigError(f"mode={mode!r} is not known{nearest(mode, _MODES)} (known: 'exponential', 'linear')")
         if not 0 < min_lr < max_lr:
             raise ConfigError(f"min_lr={min_lr!r} and max_lr={max_lr!r}: give rates above 0, the smaller one as min_lr")
         if num_training_steps < 1:
@@ -57,7 +54,7 @@ class LearningRateFinder(Callback):
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_training_steps = num_training_steps
-        self.mode = str(mode).lower()
+        self.mode = check_choice("mode", str(mode).lower(), ("exponential", "linear"))
         self.early_stop_threshold = early_stop_threshold
         self.update_attr = update_attr
         self.attr_name = attr_name

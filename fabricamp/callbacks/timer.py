@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.checks import check_choice
+from fabricamp.arguments.durations import as_seconds
 from fabricamp.callbacks.base import Callback
-from fabricamp.durations import as_seconds
-from fabricamp.errors import ConfigError, nearest
 from fabricamp.state import RunningStage
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-_INTERVALS = ("step", "epoch")
 
 
 class Timer(Callback):
@@ -41,12 +39,8 @@ class Timer(Callback):
     def __init__(
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
-        if interval not in _INTERVALS:
-            raise ConfigError(
-                f"interval={interval!r} is not known{nearest(interval, _INTERVALS)} (known: 'step', 'epoch')"
-            )
-        self._duration = as_seconds(duration, "duration")
-        self._interval = str(interval)
+        self._duration = as_seconds("duration", duration)
+        self._interval = str(check_choice("interval", interval, ("step", "epoch")))
         self._start: dict[RunningStage, float] = {}
         self._end: dict[RunningStage, float] = {}
         self._before = 0.0

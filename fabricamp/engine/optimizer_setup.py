@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from fabricamp.arguments.checks import check_choice, check_number
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.plain_step import demands_closure
@@ -191,10 +192,8 @@ def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     options.setdefault("monitor", monitor)
     options.setdefault("reduce_on_plateau", plateau)
     config = SchedulerConfig(**options)
-    if config.interval not in {"epoch", "step"}:
-        raise ConfigError(f"lr_scheduler interval={config.interval!r} is not known (known: 'epoch', 'step')")
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ConfigError(f"lr_scheduler frequency={config.frequency!r} is not allowed; give a whole number from 1")
+    check_choice("lr_scheduler interval", config.interval, ("epoch", "step"))
+    check_number("lr_scheduler frequency", config.frequency, least=1)
     if config.reduce_on_plateau and config.monitor is None:
         raise ConfigError("a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches")
     return config

@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.arguments.checks import check_choice
+from fabricamp.errors import ConfigError
 from fabricamp.launch.starter import STARTED_BY
 
 StartMethod = Literal["script", "spawn", "fork"]
@@ -31,12 +32,7 @@ def choose_start_method(requested: str | None = None) -> StartMethod:
         if _in_notebook() or _under_pytest():
             return "fork"
         return "script" if script_can_rerun() else "spawn"
-    method = _METHODS.get(requested)
-    if method is None:
-        known = ", ".join(repr(name) for name in ("auto", *_METHODS))
-        raise ConfigError(
-            f"start_method={requested!r} is not known{nearest(requested, ('auto', *_METHODS))} (allowed: {known})"
-        )
+    method = _METHODS[check_choice("start_method", requested, ("auto", *_METHODS))]
     if method == "script" and not script_can_rerun():
         raise ConfigError(
             "start_method='script' runs the script again in each process, and this process runs none (python -c, stdin, notebook "

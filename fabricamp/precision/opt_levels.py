@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from fabricamp.arguments.checks import check_number
 from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 DEFAULT_FLOOR: Final = 2.0**-14
 """Where the dynamic scale stops falling, unless ``min_loss_scale`` says otherwise."""
@@ -162,20 +164,15 @@ def _scale(key: str, value: Any) -> float | str:
     return "dynamic" if value == "dynamic" else _number(key, value)
 
 
-def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}={value!r} is not allowed; give a whole number from 1")
-    return value
-
-
-_CHECKS: Final = {
+_COUNT: Final = functools.partial(check_number, least=1)
+_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "cast_model_type": _dtype,
     "keep_batchnorm_fp32": _flag,
     "master_weights": _flag,
     "loss_scale": _scale,
     "min_loss_scale": _number,
     "max_loss_scale": _number,
-    "scale_window": _count,
+    "scale_window": _COUNT,
     "cast_model_outputs": _dtype,
-    "num_losses": _count,
+    "num_losses": _COUNT,
 }

@@ -8,7 +8,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.arguments.checks import check_choice
+from fabricamp.errors import ConfigError
 from fabricamp.profilers.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -61,10 +62,7 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
-        if sort_by_key is not None and sort_by_key not in _SORT_KEYS:
-            raise ConfigError(
-                f"sort_by_key={sort_by_key!r} is not known{nearest(sort_by_key, _SORT_KEYS)} (known: {', '.join(_SORT_KEYS)})"
-            )
+        check_choice("sort_by_key", sort_by_key, (*_SORT_KEYS, None))
         given = profiler_kwargs.get("schedule")
         if given is not None and not callable(given):
             raise ConfigError(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
+from fabricamp.arguments.durations import as_seconds
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
-from fabricamp.durations import as_seconds
-from fabricamp.errors import ConfigError, UnknownArgumentError, advice, nearest
+from fabricamp.errors import ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
-
-NO_LIMIT = -1
-"""``max_epochs`` and ``max_steps`` of a training that something else ends."""
 
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "barebones": False,
@@ -68,84 +67,50 @@ class Settings:
     cuda_graph: CudaGraph | None
 
 
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
 def check_settings(given: dict[str, Any]) -> Settings:
     """Returns the checked plain arguments; raises :class:`ConfigError` for the first wrong one."""
-    trial = _trial_batches(given["fast_dev_run"])
-    max_epochs = check_count("max_epochs", given["max_epochs"], least=0, endless=True, optional=True)
-    max_steps = check_number("max_steps", given["max_steps"], least=0, endless=True)
-    max_time = as_seconds(given["max_time"], "max_time")
-    by_default = max_epochs is None and max_steps == NO_LIMIT and max_time is None
-    if max_epochs is None:
-        max_epochs = 1000 if by_default else NO_LIMIT
-    limits = {
-        name: check_limit_of(name, given[name])
-        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-    }
-    overfit = check_limit(given["overfit_batches"], "overfit_batches", optional=True)
-    if overfit:
-        limits.update(limit_train_batches=overfit, limit_val_batches=overfit)
-    _check_order(given, max_epochs, max_steps)
-    if trial:
-        limits, max_epochs, max_steps = dict.fromkeys(limits, trial), 1, trial
-    return Settings(
-        num_nodes=check_number("num_nodes", given["num_nodes"], least=1),
-        max_epochs=max_epochs,
+    by_default = given["max_epochs"] is None and given["max_steps"] == NO_LIMIT and given["max_time"] is None
+    if given["max_epochs"] is None:
+        given = {**given, "max_epochs": 1000 if by_default else NO_LIMIT}
+    check_cadence(given["val_check_interval"], given["check_val_every_n_epoch"])
+    settings = Settings(
+        **{name: check(name, given[name]) for name, check in CHECKS.items()},
         max_epochs_by_default=by_default,
-        max_steps=max_steps,
-        min_epochs=check_number("min_epochs", given["min_epochs"] or 0, least=0),
-        min_steps=check_number("min_steps", given["min_steps"] or 0, least=0),
-        max_time=max_time,
-        limit_train_batches=limits["limit_train_batches"],
-        limit_val_batches=limits["limit_val_batches"],
-        limit_test_batches=limits["limit_test_batches"],
-        limit_predict_batches=limits["limit_predict_batches"],
-        fast_dev_run=trial,
-        overfit_batches=overfit or 0,
-        **_validation_cadence(given, trial=trial > 0),
-        num_sanity_val_steps=0
-        if trial
-        else _all_or(check_number("num_sanity_val_steps", given["num_sanity_val_steps"], least=0, endless=True)),
-        log_every_n_steps=check_number("log_every_n_steps", given["log_every_n_steps"], least=1),
-        accumulate_grad_batches=check_accumulation("accumulate_grad_batches", given["accumulate_grad_batches"]),
-        partial_window=check_choice("partial_window", given["partial_window"], ("step", "carry", "drop")),
+        val_check_interval=given["val_check_interval"],
+        check_val_every_n_epoch=given["check_val_every_n_epoch"],
         clip=as_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
-        nan_policy=check_choice("nan_policy", given["nan_policy"], (*NAN_POLICIES, None)),
-        deterministic=check_flag("deterministic", given["deterministic"], others=("warn",)),
-        benchmark=None if given["benchmark"] is None else check_flag("benchmark", given["benchmark"]),
-        **{
-            name: check_flag(name, given[name])
-            for name in (
-                "detect_anomaly",
-                "use_distributed_sampler",
-                "per_sample_seed",
-                "sync_batchnorm",
-                "inference_mode",
-            )
-        },
-        prefetch_batches=check_prefetch(given["prefetch_batches"]),
-        default_root_dir=_folder(given["default_root_dir"]),
         cuda_graph=as_cuda_graph(given["cuda_graph"]),
-        start_method=check_choice("start_method", given["start_method"], ("auto", "script", "spawn", "fork")),
     )
+    if settings.num_sanity_val_steps == NO_LIMIT:
+        settings.num_sanity_val_steps = math.inf
+    if settings.overfit_batches:
+        settings.limit_train_batches = settings.limit_val_batches = settings.overfit_batches
+    _check_order("epochs", settings.min_epochs, settings.max_epochs)
+    _check_order("steps", settings.min_steps, settings.max_steps)
+    if settings.fast_dev_run:
+        _make_trial(settings)
+    return settings
 
 
-def _check_order(given: dict[str, Any], max_epochs: int, max_steps: int) -> None:
+def _check_order(what: str, least: int, most: int) -> None:
     """Raises :class:`ConfigError` for a least that is above the most."""
-    for what, most in (("epochs", max_epochs), ("steps", max_steps)):
-        least = check_number(f"min_{what}", given[f"min_{what}"] or 0, least=0)
-        if least > most >= 0:
-            raise ConfigError(f"min_{what}={least} is above max_{what}={most}; lower it, or raise max_{what}")
+    if least > most >= 0:
+        raise ConfigError(f"min_{what}={least} is above max_{what}={most}; lower it, or raise max_{what}")
 
 
-def _trial_batches(value: Any) -> int:
-    if isinstance(value, bool):
-        return int(value)
-    return check_number("fast_dev_run", value, least=0)
+def _make_trial(settings: Settings) -> None:
+    """A few batches of each loader, and one validation behind them."""
+    for name in LIMITS:
+        setattr(settings, name, settings.fast_dev_run)
+    settings.max_epochs, settings.max_steps, settings.num_sanity_val_steps = 1, settings.fast_dev_run, 0
+    settings.val_check_interval, settings.check_val_every_n_epoch = 1.0, 1
 
 
-def check_number(name: str, value: Any, *, least: int, endless: bool = False) -> int:
-    """Returns a whole number from ``least``, or -1 where ``endless``."""
-    return check_count(name, value, least=least, endless=endless) or 0
+def _trial_batches(name: str, value: Any) -> int:
+    return int(value) if isinstance(value, bool) else check_number(name, value, least=0)
 
 
 def check_accumulation(name: str, value: Any) -> int:
@@ -158,11 +123,11 @@ def check_accumulation(name: str, value: Any) -> int:
     return check_number(name, value, least=1)
 
 
-def check_prefetch(value: Any) -> int:
+def check_prefetch(name: str, value: Any) -> int:
     """Returns how many batches are moved ahead of their steps."""
-    number = check_number("prefetch_batches", value, least=0)
+    number = check_number(name, value, least=0)
     if number > MOST_AHEAD:
-        raise ConfigError(f"prefetch_batches={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
+        raise ConfigError(f"{name}={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
     return number
 
 
@@ -172,17 +137,8 @@ def check_limit_of(name: str, value: Any) -> int | float:
     return 1.0 if limit is None else limit
 
 
-def _all_or(number: int) -> float:
-    return math.inf if number == NO_LIMIT else number
-
-
-def _validation_cadence(given: dict[str, Any], *, trial: bool) -> dict[str, Any]:
-    interval, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
-    interval = 1.0 if interval is None else interval
-    check_cadence(interval, epochs)
-    if trial:  # validates once, after its few batches
-        interval, epochs = 1.0, 1
-    return {"val_check_interval": interval, "check_val_every_n_epoch": epochs}
+def _overfit(name: str, value: Any) -> int | float:
+    return check_limit(value, name) or 0
 
 
 def check_cadence(interval: Any, epochs: Any) -> None:
@@ -203,15 +159,47 @@ def check_cadence(interval: Any, epochs: Any) -> None:
         )
 
 
-def _folder(value: Any) -> str:
+def _folder(name: str, value: Any) -> str:
     if value is None:
         return str(Path.cwd())
     if not isinstance(value, (str, Path)):
-        raise ConfigError(f"default_root_dir={value!r} is not a path; give a string or a pathlib.Path")
+        raise ConfigError(f"{name}={value!r} is not a path; give a string or a pathlib.Path")
     folder = Path(value).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"default_root_dir={str(folder)!r} is a file; give a folder")
+        raise ConfigError(f"{name}={str(folder)!r} is a file; give a folder")
     return str(folder)
+
+
+_ENDLESS = functools.partial(check_number, least=0, endless=True)
+_FROM_0, _FROM_1 = (functools.partial(check_number, least=least) for least in (0, 1))
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "num_nodes": _FROM_1,
+    "max_epochs": _ENDLESS,
+    "max_steps": _ENDLESS,
+    "min_epochs": _FROM_0,
+    "min_steps": _FROM_0,
+    "max_time": as_seconds,
+    **dict.fromkeys(LIMITS, check_limit_of),
+    "fast_dev_run": _trial_batches,
+    "overfit_batches": _overfit,
+    "num_sanity_val_steps": _ENDLESS,
+    "log_every_n_steps": _FROM_1,
+    "accumulate_grad_batches": check_accumulation,
+    "partial_window": functools.partial(check_choice, choices=("step", "carry", "drop")),
+    "nan_policy": functools.partial(check_choice, choices=(*NAN_POLICIES, None)),
+    "deterministic": functools.partial(check_flag, others=("warn",)),
+    "benchmark": functools.partial(check_flag, others=(None,)),
+    "detect_anomaly": check_flag,
+    "use_distributed_sampler": check_flag,
+    "per_sample_seed": check_flag,
+    "sync_batchnorm": check_flag,
+    "inference_mode": check_flag,
+    "prefetch_batches": check_prefetch,
+    "default_root_dir": _folder,
+    "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),
+}
+"""What each argument is checked by that stands for itself; the setters of limits check by it too."""
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -242,40 +230,6 @@ def _loaders_meant(name: str, known: Sequence[str]) -> str | None:
     return next(
         (one for one in known if one.split("_")[0] == name.split("_", maxsplit=1)[0] or one == "dataloaders"), None
     )
-
-
-def check_count(name: str, value: Any, *, least: int, endless: bool = False, optional: bool = False) -> int | None:
-    """Returns a whole number from ``least``; -1 where ``endless``; None where ``optional``."""
-    if value is None and optional:
-        return None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and endless and value == NO_LIMIT:
-        return NO_LIMIT
-    if not whole or value < least:
-        allowed = (
-            f"a whole number from {least}"
-            + (", or -1 for no limit" if endless else "")
-            + (", or None" if optional else "")
-        )
-        raise ConfigError(f"{name}={value!r} is not allowed; give {allowed}")
-    return int(value)
-
-
-def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
-    """Returns True, False or one of ``others``."""
-    if isinstance(value, bool) or (value in others and not isinstance(value, int)):
-        return value
-    allowed = ", ".join(repr(one) for one in (True, False, *others))
-    raise ConfigError(f"{name}={value!r} is not allowed (allowed: {allowed})")
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns ``value``, one of ``choices``."""
-    if value not in choices:
-        known = [one for one in choices if isinstance(one, str)]
-        allowed = ", ".join(repr(one) for one in choices)
-        raise ConfigError(f"{name}={value!r} is not known{nearest(value, known)} (known: {allowed})")
-    return value
 
 
 def as_clip(value: Any, algorithm: Any) -> Clip | None:

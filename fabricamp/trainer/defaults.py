@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
-from fabricamp.trainer.arguments import NO_LIMIT
+from fabricamp.arguments.checks import NO_LIMIT
 
 Arguments = ParamSpec("Arguments")
 
@@ -27,6 +27,8 @@ _DEFAULTS: dict[str, Any] = {
     "inference_mode": True,
     "log_every_n_steps": 50,
     "max_steps": NO_LIMIT,
+    "min_epochs": 0,
+    "min_steps": 0,
     "num_nodes": 1,
     "num_sanity_val_steps": 2,
     "overfit_batches": 0.0,
@@ -38,6 +40,7 @@ _DEFAULTS: dict[str, Any] = {
     "strategy": "auto",
     "sync_batchnorm": False,
     "use_distributed_sampler": True,
+    "val_check_interval": 1.0,
 }
 """What None stands for, where it is not a value of its own."""
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
-from fabricamp.trainer.arguments import as_clip, check_accumulation, check_cadence, check_limit_of, check_number
+from fabricamp.trainer.arguments import CHECKS, as_clip, check_cadence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fabricamp.engine.runner import Runner
 
 Value = TypeVar("Value")
 
 
 class _Setting(Generic[Value]):
-    """An argument by its name: read, and set to what ``check`` makes of the new value."""
+    """An argument by its name: read, and set to what its check makes of the new value."""
 
-    def __init__(self, check: Callable[[str, Any], Value], doc: str) -> None:
-        self._check = check
+    def __init__(self, doc: str) -> None:
         self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -31,7 +27,7 @@ class _Setting(Generic[Value]):
         return cast("Value", getattr(trainer._runner.settings, self._name))
 
     def __set__(self, trainer: TrainerLimits, value: Value) -> None:
-        setattr(trainer._runner.settings, self._name, self._check(self._name, value))
+        setattr(trainer._runner.settings, self._name, CHECKS[self._name](self._name, value))
 
 
 class TrainerLimits:
@@ -39,25 +35,20 @@ class TrainerLimits:
 
     _runner: Runner
 
-    max_epochs = _Setting(
-        functools.partial(check_number, least=0, endless=True),
-        "The epoch at which training ends; -1 for no limit.  Set in a running fit it counts from there on, as the next three do.",
+    max_epochs = _Setting[int](
+        "The epoch at which training ends; -1 for no limit.  Set in a running fit it counts from there on, as the next three do."
     )
-    max_steps = _Setting(
-        functools.partial(check_number, least=0, endless=True), "The step at which training ends; -1 for no limit."
+    max_steps = _Setting[int]("The step at which training ends; -1 for no limit.")
+    min_epochs = _Setting[int]("The epochs that a stop request has to wait for.")
+    min_steps = _Setting[int]("The steps that a stop request has to wait for.")
+    accumulate_grad_batches = _Setting[int]("The number of micro-batches in a step.")
+    log_every_n_steps = _Setting[int]("The number of steps between two flushes of logged values.")
+    limit_train_batches = _Setting[float](
+        "How many batches an epoch has at most (int), or which share of the loader's (float)."
     )
-    min_epochs = _Setting(functools.partial(check_number, least=0), "The epochs that a stop request has to wait for.")
-    min_steps = _Setting(functools.partial(check_number, least=0), "The steps that a stop request has to wait for.")
-    accumulate_grad_batches = _Setting(check_accumulation, "The number of micro-batches in a step.")
-    log_every_n_steps = _Setting(
-        functools.partial(check_number, least=1), "The number of steps between two flushes of logged values."
-    )
-    limit_train_batches = _Setting(
-        check_limit_of, "How many batches an epoch has at most (int), or which share of the loader's (float)."
-    )
-    limit_val_batches = _Setting(check_limit_of, "The same of each validation loader.")
-    limit_test_batches = _Setting(check_limit_of, "The same of each loader to test.")
-    limit_predict_batches = _Setting(check_limit_of, "The same of each loader to predict.")
+    limit_val_batches = _Setting[float]("The same of each validation loader.")
+    limit_test_batches = _Setting[float]("The same of each loader to test.")
+    limit_predict_batches = _Setting[float]("The same of each loader to predict.")
 
     @property
     def gradient_clip_val(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:
     from fabricamp.engine.prediction_record import PredictionRecord
@@ -33,29 +33,33 @@ class Progress(NamedTuple):
     total: Count
 
 
+Value = TypeVar("Value")
+
+
+class _Limit(Generic[Value]):
+    """A limit of the Trainer's under the same name: read, and set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loop: Any, owner: type | None = None) -> Value:
+        return cast("Value", self if loop is None else getattr(loop._trainer, self._name))
+
+    def __set__(self, loop: Any, value: Value) -> None:
+        setattr(loop._trainer, self._name, value)
+
+
 class EpochLoop:
     """``trainer.fit_loop.epoch_loop``: the steps of an epoch."""
 
+    max_steps = _Limit[int]()
+    """The step at which training ends; -1 for no limit."""
+
+    min_steps = _Limit[int]()
+    """The steps that a stop request has to wait for."""
+
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
-
-    @property
-    def max_steps(self) -> int:
-        """The step at which training ends; -1 for no limit."""
-        return self._trainer.max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self._trainer.max_steps = value
-
-    @property
-    def min_steps(self) -> int:
-        """The steps that a stop request has to wait for."""
-        return self._trainer.min_steps
-
-    @min_steps.setter
-    def min_steps(self, value: int) -> None:
-        self._trainer.min_steps = value
 
     @property
     def global_step(self) -> int:
@@ -89,6 +93,18 @@ class EpochLoop:
 class FitLoop:
     """``trainer.fit_loop``: the epochs of a fit."""
 
+    max_epochs = _Limit[int]()
+    """The epoch at which training ends; -1 for no limit."""
+
+    min_epochs = _Limit[int]()
+    """The epochs that a stop request has to wait for."""
+
+    max_steps = _Limit[int]()
+    """The step at which training ends; -1 for no limit."""
+
+    min_steps = _Limit[int]()
+    """The steps that a stop request has to wait for."""
+
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
 
@@ -96,34 +112,6 @@ class FitLoop:
     def epoch_loop(self) -> EpochLoop:
         """The steps of an epoch."""
         return EpochLoop(self._trainer)
-
-    @property
-    def max_epochs(self) -> int:
-        """The epoch at which training ends; -1 for no limit."""
-        return self._trainer.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int) -> None:
-        self._trainer.max_epochs = value
-
-    @property
-    def min_epochs(self) -> int:
-        """The epochs that a stop request has to wait for."""
-        return self._trainer.min_epochs
-
-    @min_epochs.setter
-    def min_epochs(self, value: int) -> None:
-        self._trainer.min_epochs = value
-
-    @property
-    def max_steps(self) -> int:
-        """The step at which training ends; -1 for no limit."""
-        return self._trainer.max_steps
-
-    @property
-    def min_steps(self) -> int:
-        """The steps that a stop request has to wait for."""
-        return self._trainer.min_steps
 
     @property
     def batch_idx(self) -> int:

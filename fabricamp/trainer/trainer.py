@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
+from fabricamp.arguments.checks import check_flag
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
@@ -22,12 +23,7 @@ from fabricamp.precision import precision_from
 from fabricamp.profilers.choice import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
-from fabricamp.trainer.arguments import (
-    check_flag,
-    check_settings,
-    refuse_unknown,
-    refuse_unknown_data,
-)
+from fabricamp.trainer.arguments import check_settings, refuse_unknown, refuse_unknown_data
 from fabricamp.trainer.defaults import from_environment, with_defaults
 from fabricamp.trainer.given_parts import as_callbacks, as_loggers
 from fabricamp.trainer.properties import TrainerProperties

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp import launch
+from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.errors import ConfigError
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
     from fabricamp.tuner.lr_finder import LRFinder
-
-_METHODS = tuple(one.value for one in TrainerFn)
 
 
 class Tuner:
@@ -148,8 +147,7 @@ class Tuner:
     def _check(
         self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None
     ) -> tuple[TrainingModule, GivenData]:
-        if method not in _METHODS:
-            raise ConfigError(f"method={method!r} is not known (known: {', '.join(map(repr, _METHODS))})")
+        check_choice("method", method, tuple(one.value for one in TrainerFn))
         if method == "fit" and others is not None:
             raise ConfigError("method='fit' takes train_dataloaders and val_dataloaders, not dataloaders")
         if method != "fit" and (train is not None or val is not None):

@@ -31,7 +31,9 @@ OPTIONS = {
     and issubclass(one, tuple(PARTS.values()))
     and one not in (*PARTS.values(), strategies.ProcessGroupStrategy)
     and one.__name__ == name  # not RichModelSummary, which is ModelSummary
-    and ("__init__" in vars(one) or REFERENCE.Doc(one).arguments)  # AsyncCheckpoint says that they are those of ModelCheckpoint
+    and (
+        "__init__" in vars(one) or REFERENCE.Doc(one).arguments
+    )  # AsyncCheckpoint says that they are those of ModelCheckpoint
 }
 CALLS = {
     "Trainer": fabricamp.Trainer,

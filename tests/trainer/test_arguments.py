@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, Trainer
+from fabricamp.arguments.meanings import MEANINGS
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.meanings import MEANINGS
 from tests.small import QUIET
 
 WRONG = {

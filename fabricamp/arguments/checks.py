@@ -1,0 +1,49 @@
+"""Whole numbers, flags and choices: each check returns the value, or raises an error that says what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricamp.errors import ConfigError, nearest
+
+NO_LIMIT = -1
+"""``max_epochs`` and ``max_steps`` of a training that something else ends."""
+
+
+def check_count(name: str, value: Any, *, least: int, endless: bool = False, optional: bool = False) -> int | None:
+    """Returns a whole number from ``least``; -1 where ``endless``; None where ``optional``."""
+    if value is None and optional:
+        return None
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and endless and value == NO_LIMIT:
+        return NO_LIMIT
+    if not whole or value < least:
+        allowed = (
+            f"a whole number from {least}"
+            + (", or -1 for no limit" if endless else "")
+            + (", or None" if optional else "")
+        )
+        raise ConfigError(f"{name}={value!r} is not allowed; give {allowed}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, *, least: int, endless: bool = False) -> int:
+    """Returns a whole number from ``least``, or -1 where ``endless``."""
+    return check_count(name, value, least=least, endless=endless) or 0
+
+
+def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
+    """Returns True, False or one of ``others``."""
+    if isinstance(value, bool) or (value in others and not isinstance(value, int)):
+        return value
+    allowed = ", ".join(repr(one) for one in (True, False, *others))
+    raise ConfigError(f"{name}={value!r} is not allowed (allowed: {allowed})")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Returns ``value``, one of ``choices``."""
+    if value not in choices:
+        known = [one for one in choices if isinstance(one, str)]
+        allowed = ", ".join(repr(one) for one in choices)
+        raise ConfigError(f"{name}={value!r} is not known{nearest(value, known)} (known: {allowed})")
+    return value
