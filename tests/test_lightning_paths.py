@@ -124,8 +124,8 @@ def test_parts_are_attributes_of_a_fresh_package():
         ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
         ("from fabricamp.loggers import CometLogger", "write a Logger"),
         ("from fabricamp.loggers.comet import CometLogger", "write a Logger"),
-        ("from fabricamp.callbacks import ThroughputMonitor", "steps a second"),
-        ("from fabricamp.callbacks.throughput_monitor import ThroughputMonitor", "steps a second"),
+        ("from fabricamp.callbacks import SpikeDetection", "nan_policy"),
+        ("from fabricamp.callbacks.spike import SpikeDetection", "nan_policy"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
         ("from fabricamp.strategies import FSDPStrategy", "not offered"),
     ],
@@ -137,9 +137,9 @@ def test_an_import_of_what_is_not_offered_says_what_to_do(statement, cure):
 
 def test_asking_for_what_is_not_offered_raises_nothing():
     assert importlib.util.find_spec("fabricamp.serve") is None
-    assert not hasattr(fabricamp.callbacks, "ThroughputMonitor")
-    with pytest.raises(AttributeError, match="steps a second"):
-        _ = fabricamp.callbacks.ThroughputMonitor
+    assert not hasattr(fabricamp.callbacks, "SpikeDetection")
+    with pytest.raises(AttributeError, match="nan_policy"):
+        _ = fabricamp.callbacks.SpikeDetection
     with pytest.raises(AttributeError, match="did you mean 'ModelCheckpoint'"):
         _ = fabricamp.callbacks.ModelChekpoint
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar
     from fabricamp.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
     from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from fabricamp.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from fabricamp.callbacks.timer import Timer as Timer
     from fabricamp.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from fabricamp.callbacks.weight_averaging import WeightAveraging as WeightAveraging
@@ -58,6 +59,7 @@ _FILES = {
     "RichProgressBar": "progress.rich_progress",
     "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm_progress",
+    "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }

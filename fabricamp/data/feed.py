@@ -34,6 +34,7 @@ from fabricamp.rng import capture_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+    from contextlib import AbstractContextManager
 
 _END = object()
 
@@ -108,6 +109,20 @@ class Feed:
         self._behind = count
         self._running = self._run()
         return self._running
+
+    def watch(self, reading: Callable[[], AbstractContextManager[Any]]) -> None:
+        """From the next pass on, waits for each batch within a context of ``reading``."""
+        behind = self.behind
+
+        def watched(batches: Iterator[Any]) -> Iterator[Any]:
+            while True:
+                with reading():
+                    batch = next(batches, _END)
+                if batch is _END:
+                    return
+                yield batch
+
+        self.behind = lambda count: watched(behind(count))  # type: ignore[method-assign]  # of this one
 
     def finish(self) -> None:
         """Behind the last batch: lets a loader come to its end where that draws, as in a loop over all of it."""

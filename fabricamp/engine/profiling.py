@@ -99,17 +99,7 @@ def profile_evaluation(trainer: Trainer, loop: EvaluationLoop, kind: str, feeds:
 
 
 def _profile_feed(profiler: Profiler, feed: Feed, name: str) -> None:
-    behind, end, changed = feed.behind, object(), feed
-
-    def noted(batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            with profiler.profile(name):
-                batch = next(batches, end)
-            if batch is end:
-                return
-            yield batch
-
-    changed.behind = lambda count: noted(behind(count))  # type: ignore[method-assign]  # of this one
+    feed.watch(lambda: profiler.profile(name))
 
 
 def _strategy(strategy: Strategy) -> str:

@@ -108,6 +108,12 @@ class DataSource:
         return self._num_training_batches
 
     @property
+    def train_feed(self) -> Feed:
+        """The batches to train on, from before ``on_train_start`` on."""
+        assert self._train_feed is not None
+        return self._train_feed
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is the epoch's last."""
         return self._train_feed is not None and self._train_feed.last

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fabricamp.callbacks.base import Callback
     from fabricamp.checkpoint.record import Record
-    from fabricamp.data import DataModule
+    from fabricamp.data import DataModule, Feed
     from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.session import Session
@@ -102,6 +102,11 @@ class TrainerProperties(TrainerLimits):
     def delivery(self) -> Delivery:
         """The way to all loggers, as in ``trainer.delivery.log_metrics(values, step)``; on ranks other than 0 there are none."""
         return self._opened.delivery
+
+    @property
+    def train_feed(self) -> Feed:
+        """What brings batches to the steps of the running fit."""
+        return self._opened.data.train_feed
 
     @property
     def record(self) -> Record:

@@ -17,7 +17,7 @@ def lightnings(name, module, *bases):
 CallbackOfTheirs = lightnings("Callback", "callbacks.callback")
 EarlyStoppingOfTheirs = lightnings("EarlyStopping", "callbacks.early_stopping", CallbackOfTheirs)
 DerivedOfTheirs = type("Derived", (EarlyStoppingOfTheirs,), {})
-MonitorOfTheirs = lightnings("ThroughputMonitor", "callbacks.throughput_monitor", CallbackOfTheirs)
+PruningOfTheirs = lightnings("ModelPruning", "callbacks.pruning", CallbackOfTheirs)
 LoggerOfTheirs = lightnings("Logger", "loggers.logger")
 CometOfTheirs = lightnings("CometLogger", "loggers.comet", LoggerOfTheirs)
 DDPOfTheirs = lightnings("DDPStrategy", "strategies.ddp")
@@ -28,7 +28,7 @@ DDPOfTheirs = lightnings("DDPStrategy", "strategies.ddp")
     [
         (lambda: quiet_trainer(callbacks=[EarlyStoppingOfTheirs()]),
          "EarlyStopping is Lightning's; change the import: from fabricamp.callbacks import EarlyStopping"),
-        (lambda: quiet_trainer(callbacks=MonitorOfTheirs()), "not offered by fabricamp: the progress bar shows"),
+        (lambda: quiet_trainer(callbacks=PruningOfTheirs()), "not offered by fabricamp: call torch.nn.utils.prune"),
         (lambda: quiet_trainer(callbacks=DerivedOfTheirs()), "derives from Lightning's EarlyStopping; change the import"),
         (lambda: quiet_trainer(logger=CometOfTheirs()), "CometLogger is not offered"),
         (lambda: quiet_trainer(strategy=DDPOfTheirs()), "from fabricamp.strategies import DDPStrategy"),

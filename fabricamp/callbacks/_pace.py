@@ -1,0 +1,123 @@
+"""How long steps take, without waiting for the device that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabricamp.torch_private import stream_in_use
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PEAKS = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "H200": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100 NVL": (835.0, 417.0, 60.0),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312.0, 156.0, 19.5),
+    "A30": (165.0, 82.0, 10.3),
+    "A40": (149.7, 74.8, 37.4),
+    "A10": (125.0, 62.5, 31.2),
+    "L40S": (362.0, 183.0, 91.6),
+    "L4": (121.0, 60.0, 30.3),
+    "V100": (125.0, 15.7, 15.7),
+    "T4": (65.0, 8.1, 8.1),
+}
+"""TFLOP/s of dense half, TF32 and fp32 products, by what is in a card's name, as its maker states them."""
+
+
+class Step(NamedTuple):
+    """One step: the marks around it (events, or seconds), seconds on the host, those spent reading, and what was in it."""
+
+    begin: Any
+    end: Any
+    seconds: float
+    reading: float
+    batches: int
+    samples: int
+    items: int
+
+
+class Pace:
+    """The last ``window`` steps on ``device``."""
+
+    def __init__(self, device: torch.device, window: int) -> None:
+        self.steps: deque[Step] = deque(maxlen=window)
+        self._device = device
+        self._reading = 0.0
+        self._counts = (0, 0, 0)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step begins here."""
+        self._begin_at(self._mark())
+
+    def count(self, samples: int, items: int) -> None:
+        """A micro-batch is done."""
+        batches, before, items_before = self._counts
+        self._counts = (batches + 1, before + samples, items_before + items)
+
+    def end_step(self) -> None:
+        """The step ends here, and the next one begins."""
+        mark = self._mark()
+        self.steps.append(Step(self._start, mark, time.perf_counter() - self._host, self._reading, *self._counts))
+        self._begin_at(mark)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which a batch is waited for."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._reading += time.perf_counter() - before
+
+    def done(self) -> list[tuple[Step, float]]:
+        """The steps that the device is done with, and how many seconds each took there: nothing is waited for."""
+        steps = list(self.steps)
+        if self._device.type != "cuda":
+            return [(one, one.end - one.begin) for one in steps]
+        while steps and not steps[-1].end.query():
+            steps.pop()
+        return [(one, one.begin.elapsed_time(one.end) / 1e3) for one in steps]
+
+    def _begin_at(self, mark: Any) -> None:
+        self._start, self._host, self._reading = mark, time.perf_counter(), 0.0
+        self._counts = (0, 0, 0)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream_in_use(self._device))
+        return event
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of ``values`` that no less than ``share`` of them are not above.
+
+    >>> [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.9)]
+    [2.0, 4.0]
+    """
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """How many operations a second the card's maker states for products of ``dtype``; None where that is not known here."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((peaks for key, peaks in PEAKS.items() if key in name), None)
+    if found is None:
+        return None
+    half, tf32, full = found
+    if dtype is torch.float32:
+        return 1e12 * (full if torch.get_float32_matmul_precision() == "highest" else tf32)
+    return 1e12 * half

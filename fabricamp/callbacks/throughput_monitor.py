@@ -1,0 +1,198 @@
+"""Logs how fast training is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fabricamp.callbacks._pace import Pace, peak_flops, percentile
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.device_stats_monitor import is_due
+from fabricamp.containers import tensors_within
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+_PERCENTILES = (50, 90, 99)
+
+
+class ThroughputMonitor(Callback):
+    """Logs samples a second, how long steps take, waiting for data, FLOPs and memory, every ``log_every_n_steps`` steps.
+
+    Names: ``train/device/samples_per_sec``, ``batches_per_sec``, ``items_per_sec``, ``flops_per_sec`` and ``mfu`` of one device; of
+    several ``train/samples_per_sec`` and so on of all, where each does as much as rank 0's; ``train/step_ms_p50``, ``_p90`` and
+    ``_p99``; ``train/data_share``, the share of the host's time that it waits for batches; of a GPU ``train/memory/peak_bytes``
+    and ``reserved_bytes`` (the allocator's pool).
+
+    A GPU's steps are timed by events, which are read when they are over: the host waits for nothing.  Validation does not count.
+    FLOPs are those of the first batch, counted by ``torch.utils.flop_counter``, or the module's ``flops_per_batch``.
+
+    Args:
+        batch_size_fn: the number of samples in a batch, an int; None is the length of its first tensor.
+        length_fn: the number of items (tokens) in a batch, an int; None logs none.
+        window_size: over how many steps the values are taken.
+        separator: stands between the parts of a name.
+        available_flops: what the device can do a second, for ``mfu``; None asks a table of cards.
+
+    Raises:
+        ConfigError: where there is no logger, or a function returns no int.
+
+    Example:
+        >>> monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel())
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
+        separator: str = "/",
+        available_flops: float | None = None,
+    ) -> None:
+        if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
+            raise ConfigError(
+                f"ThroughputMonitor(window_size={window_size!r}) is not allowed; give a whole number from 1"
+            )
+        self.batch_size_fn = batch_size_fn or _length
+        self.length_fn = length_fn
+        self.window_size = window_size
+        self.separator = separator
+        self.available_flops = available_flops
+        self.flops_per_batch: int | None = None
+        """Of one micro-batch: forward, backward and update."""
+        self._pace: Pace | None = None  # on rank 0, while a fit runs
+        self._counter: FlopCounterMode | None = None
+        self._step = 0
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Raises where nobody would take the values."""
+        if stage == "fit" and trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigError("ThroughputMonitor needs a logger: Trainer(logger=True), or leave the callback out")
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Looks at the clock, and from here on at the reading of batches."""
+        self._step, self._pace = trainer.global_step, None
+        self.flops_per_batch = getattr(pl_module, "flops_per_batch", None)
+        if trainer.is_global_zero:
+            self._pace = Pace(trainer.strategy.device, self.window_size)
+            trainer.train_feed.watch(self._pace.reading)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        """Begins to count FLOPs, in the first batch."""
+        if self.flops_per_batch is None and self._pace is not None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the counting, or notes the time of a step."""
+        pace = self._pace
+        if pace is None:
+            return
+        samples = _counted("batch_size_fn", self.batch_size_fn(batch))
+        items = 0 if self.length_fn is None else _counted("length_fn", self.length_fn(batch))
+        step = trainer.global_step
+        if self._counter is not None:  # which took its time
+            self.flops_per_batch = self._end_count()
+            self._step = step
+            pace.begin()
+            return
+        pace.count(samples, items)
+        if step == self._step:
+            return
+        self._step = step
+        pace.end_step()
+        if is_due(trainer, step):
+            self._log(trainer, pace)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Leaves out the time that it took."""
+        if self._pace is not None:
+            self._pace.begin()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Ends a counting whose batch was skipped."""
+        self._end_count()
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        """Ends a counting whose batch failed."""
+        self._end_count()
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Lets go of the events."""
+        self._pace = None
+
+    def _end_count(self) -> int:
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return 0
+        counter.__exit__(None, None, None)
+        return counter.get_total_flops()
+
+    def _log(self, trainer: Trainer, pace: Pace) -> None:
+        done = pace.done()
+        seconds, host = sum(took for _, took in done), sum(step.seconds for step, _ in done)
+        if not seconds or not host:
+            return
+        sums = {
+            name: sum(getattr(step, name) for step, _ in done) / seconds for name in ("batches", "samples", "items")
+        }
+        if self.length_fn is None:
+            del sums["items"]
+        values = {f"device/{name}_per_sec": value for name, value in sums.items()}
+        if trainer.world_size > 1:
+            values |= {f"{name}_per_sec": trainer.world_size * value for name, value in sums.items()}
+        times = [1e3 * took for _, took in done]
+        values |= {f"step_ms_p{share}": percentile(times, share / 100) for share in _PERCENTILES}
+        values["data_share"] = sum(step.reading for step, _ in done) / host
+        values |= self._flops(trainer, sums["batches"]) | _memory(trainer.strategy.device)
+        names = {f"train/{name}".replace("/", self.separator): value for name, value in values.items()}
+        trainer.delivery.log_metrics(names, trainer.global_step - 1)
+
+    def _flops(self, trainer: Trainer, batches_per_sec: float) -> dict[str, float]:
+        if not self.flops_per_batch:
+            return {}
+        flops = self.flops_per_batch * batches_per_sec
+        available = self.available_flops
+        if available is None:
+            level: Any = getattr(trainer.precision_plugin, "level", None)
+            dtype = None if level is None else level.autocast or level.cast_model_type
+            available = peak_flops(trainer.strategy.device, dtype or torch.float32)
+        return {"device/flops_per_sec": flops, **({"device/mfu": flops / available} if available else {})}
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "memory/peak_bytes": stats["allocated_bytes.all.peak"],
+        "memory/reserved_bytes": stats["reserved_bytes.all.current"],
+    }
+
+
+def _counted(name: str, value: Any) -> int:
+    """``value`` as it is; raises for a tensor, which the host would wait for."""
+    if isinstance(value, Tensor) or not isinstance(value, int):
+        raise ConfigError(
+            f"ThroughputMonitor({name}=...) returned a {type(value).__name__}; return an int, such as batch.shape[0] or "
+            "batch.numel(), which nobody has to wait for"
+        )
+    return value
+
+
+def _length(batch: Any) -> int:
+    first = next(tensors_within(batch), None)
+    if first is None:
+        raise ConfigError(
+            f"ThroughputMonitor finds no tensor in a batch that is a {type(batch).__name__}; give it batch_size_fn="
+        )
+    return first.shape[0] if first.ndim else 1
