@@ -66,7 +66,7 @@ _ROWS: Final = {
         "deepspeed fsdp": _SHARDED,
         "device": "write accelerator='gpu', devices=1; for the CPU accelerator='cpu'",
         "distributed": "write devices=2, strategy='ddp'",
-        "eval_steps": "write val_check_interval={value}",
+        "eval_steps": "write val_check_interval='{value} steps'",
         "fp16": "write precision='16-mixed'",
         "gradient_accumulation_steps": "write accumulate_grad_batches={value}",
         "learning_rate lr lr_scheduler optimizer optimizers scheduler weight_decay": (

@@ -1,4 +1,4 @@
-"""When a checkpoint is due between epochs: every so many steps, every so many minutes of rank 0's clock, or both."""
+"""When a checkpoint or a validation is due: every so many steps, every so many minutes of rank 0's clock, or both."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabricamp.arguments.durations import as_seconds
 from fabricamp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ class Every(NamedTuple):
     interval: timedelta | None = None
 
 
-def parse_every(text: str) -> Every:
-    """Returns what ``"100 steps, 1 epoch, 30 min"`` asks for; raises :class:`ConfigError` where it cannot be read."""
+def parse_every(text: str, name: str = "every") -> Every:
+    """Returns what the argument ``name`` asks for, such as ``"100 steps, 1 epoch, 30 min"``.
+
+    Raises :class:`ConfigError` where it cannot be read.
+    """
     found: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", part)
@@ -43,18 +47,30 @@ def parse_every(text: str) -> Every:
         if match is None or unit not in _UNITS:
             hint = "" if match is None else nearest(match[2], (*_UNITS, *(f"{one}s" for one in _UNITS)))
             raise ConfigError(
-                f"every={text!r}: {part.strip()!r} cannot be read{hint}; write it like '100 steps, 1 epoch, 30 min' (units: "
+                f"{name}={text!r}: {part.strip()!r} cannot be read{hint}; write it like '100 steps, 1 epoch, 30 min' (units: "
                 f"{', '.join(_UNITS)})"
             )
         amount, kind = float(match[1]) * _SECONDS.get(unit, 1.0), unit if unit in ("step", "epoch") else "time"
         if kind in found or amount <= 0 or (kind != "time" and amount != int(amount)):
             raise ConfigError(
-                f"every={text!r}: {part.strip()!r} is not allowed; give steps, epochs and a time at most once each, more than 0, "
+                f"{name}={text!r}: {part.strip()!r} is not allowed; give steps, epochs and a time at most once each, more than 0, "
                 "steps and epochs as whole numbers"
             )
         found[kind] = amount
     interval = timedelta(seconds=found["time"]) if "time" in found else None
     return Every(int(found.get("step", 0)), int(found.get("epoch", 0)), interval)
+
+
+def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
+    """Returns what a ``val_check_interval`` in words, "DD:HH:MM:SS", a timedelta or a dict of one asks for."""
+    if isinstance(interval, str) and ":" not in interval:
+        return parse_every(interval, "val_check_interval")
+    seconds = as_seconds("val_check_interval", interval)
+    if not seconds:
+        raise ConfigError(
+            f"val_check_interval={interval!r} is no time; to leave validation out give limit_val_batches=0"
+        )
+    return Every(interval=timedelta(seconds=seconds))
 
 
 def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from fabricamp.data import set_epoch
+from fabricamp.engine.validation_cadence import ValidationCadence
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import call_all
 from fabricamp.state import Scope
@@ -39,6 +40,9 @@ class FitLoop:
         self._batch_end = parts.hooks("on_train_batch_end")
         self._settings = parts.limits.settings
         self._validates = parts.validate is not None
+        times = parts.limits.validation_times
+        by_times = None if times is None else ValidationCadence(times, parts.state, parts.strategy).is_due
+        self._validation_is_due = by_times or self._due_by_batches
         self._due = 0
         self._accumulate_grad_nodes: list[GradientEdge] = []
         self._told_of_no_step = False
@@ -250,7 +254,7 @@ class FitLoop:
             if time.monotonic() >= deadline:
                 self.state.ask("max_time")
 
-    def _validation_is_due(self, last: bool) -> bool:
+    def _due_by_batches(self, last: bool) -> bool:
         limits, state, every_epochs = self.limits, self.state, self._settings.check_val_every_n_epoch
         if every_epochs is None:
             return state.batches_done % limits.validate_every == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.callbacks._cadence import Every, validation_times
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Limits:
     settings: Settings
     deadline: float | None
     validate_every: float
+    validation_times: Every | None
+    """What stands for :attr:`validate_every` where validations are asked for in steps, epochs or minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,15 +69,21 @@ def limits_of(settings: Settings, length: float, started: float) -> Limits:
             f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={window} would never make a step; "
             "give 'step' or 'carry', or accumulate fewer"
         )
+    interval = settings.val_check_interval
+    every, times = 0.0, None
+    if isinstance(interval, int | float):
+        every = _validation_interval(settings, interval, length)
+    else:
+        times = validation_times(interval)
     return Limits(
         settings=settings,
         deadline=None if settings.max_time is None else started + settings.max_time,
-        validate_every=_validation_interval(settings, length),
+        validate_every=every,
+        validation_times=times,
     )
 
 
-def _validation_interval(settings: Settings, length: float) -> float:
-    interval = settings.val_check_interval
+def _validation_interval(settings: Settings, interval: float, length: float) -> float:
     if isinstance(interval, int):
         if interval > length and settings.check_val_every_n_epoch is not None and not settings.fast_dev_run:
             raise ConfigError(

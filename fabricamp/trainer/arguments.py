@@ -12,6 +12,7 @@ from typing import Any
 
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
 from fabricamp.arguments.durations import as_seconds
+from fabricamp.callbacks._cadence import validation_times
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
@@ -46,7 +47,7 @@ class Settings:
     limit_predict_batches: int | float
     fast_dev_run: int
     overfit_batches: int | float
-    val_check_interval: int | float
+    val_check_interval: int | float | str | dict[str, Any] | timedelta
     check_val_every_n_epoch: int | None
     num_sanity_val_steps: float
     log_every_n_steps: int
@@ -144,10 +145,13 @@ def _overfit(name: str, value: Any) -> int | float:
 def check_cadence(interval: Any, epochs: Any) -> None:
     """Raises :class:`ConfigError` for a ``val_check_interval`` and a ``check_val_every_n_epoch`` that cannot work."""
     if isinstance(interval, (str, dict, timedelta)):
-        raise ConfigError(
-            f"val_check_interval={interval!r} is a wall time, on which processes disagree; give a number of batches (int) or a "
-            "share of the epoch (float)"
-        )
+        validation_times(interval)
+        if epochs not in (None, 1):
+            raise ConfigError(
+                f"val_check_interval={interval!r} says all of when to validate; leave check_val_every_n_epoch={epochs!r} out, or "
+                "write both as '100 steps, 2 epochs'"
+            )
+        return
     check_limit(interval, "val_check_interval")
     if interval == 0:
         raise ConfigError("val_check_interval=0 is not allowed; to leave validation out give limit_val_batches=0")

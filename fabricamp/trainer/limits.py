@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from fabricamp.trainer.arguments import CHECKS, as_clip, check_cadence
 
@@ -71,12 +71,12 @@ class TrainerLimits:
         self._runner.settings.clip = as_clip(self.gradient_clip_val, value)
 
     @property
-    def val_check_interval(self) -> float:
-        """After how many micro-batches (int) or which share of an epoch (float) validation runs."""
+    def val_check_interval(self) -> Any:
+        """After how many micro-batches (int), which share of an epoch (float), or how many steps or minutes validation runs."""
         return self._runner.settings.val_check_interval
 
     @val_check_interval.setter
-    def val_check_interval(self, value: float) -> None:
+    def val_check_interval(self, value: Any) -> None:
         check_cadence(value, self.check_val_every_n_epoch)
         self._runner.settings.val_check_interval = value
 

@@ -70,6 +70,7 @@ class Trainer(TrainerProperties):
         fast_dev_run: a trial of so many batches (True: 1) of each kind, without logs, checkpoints and sanity check.
         overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in the loader's order.
         val_check_interval: validates after so many batches (int), or after each such share of an epoch (float).  By default 1.0.
+            Or as "100 steps, 1 epoch, 30 min" says, or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
         check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
         log_every_n_steps: how many steps lie between two rows of logged values.
@@ -125,7 +126,7 @@ class Trainer(TrainerProperties):
         limit_predict_batches: float | None = None,
         fast_dev_run: int | bool | None = False,
         overfit_batches: float | None = 0.0,
-        val_check_interval: float | None = None,
+        val_check_interval: float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 2,
         log_every_n_steps: int | None = 50,

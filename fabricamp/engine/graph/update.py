@@ -79,7 +79,7 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay where there is a graph for those like this one."""
-        closes = last or (batch_idx + 1) % self._accumulate == 0
+        closes = (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
         role = Role(self._accumulate, self.loss is None, closes)
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
