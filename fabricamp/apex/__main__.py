@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
-import pkgutil
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
+from fabricamp import script
+from fabricamp.apex import _not_offered
 from fabricamp.apex.install import install, share_with_children
-from fabricamp.errors import nearest
 
 _SPELLINGS: Final = ("--local_rank", "--local-rank")
-_USAGE: Final = """usage: python -m fabricamp.apex [-m] script [arguments]
-       torchrun --nproc_per_node=2 -m fabricamp.apex [-m] script [arguments]
-
-Runs a script, or with -m a module, in which `import apex` finds fabricamp.apex."""
+_WHAT: Final = "Runs a script, or with -m a module, in which `import apex` finds fabricamp.apex."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,68 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = _take_rank(rest)
     if rank is not None:
         os.environ.setdefault("LOCAL_RANK", rank)
-    is_module = rest[:1] == ["-m"]
-    if is_module:
-        del rest[0]
-    if not rest or rest[0] in ("-h", "--help"):
-        sys.stderr.write(f"{_USAGE}\n")
-        raise SystemExit(0 if rest else 2)
-    if problem := _missing(rest[0], is_module=is_module):
-        sys.stderr.write(f"python -m fabricamp.apex: {problem}\n")
-        raise SystemExit(2)
+    with _local_rank_as_known():
+        script.run_as_main(rest, "fabricamp.apex", _WHAT, _prepare)
+
+
+def _prepare() -> None:
     install()
     share_with_children()
-    if is_module and (problem := _missing_part(rest[0])):
-        sys.stderr.write(f"python -m fabricamp.apex: {problem}\n")
-        raise SystemExit(2)
-    with _local_rank_as_known():
-        if is_module:
-            sys.argv[:] = rest
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        else:
-            _run_script(rest)
-
-
-def _missing(name: str, *, is_module: bool) -> str:
-    """Why there is nothing to run under ``name``; empty where there is."""
-    if is_module:
-        # A package's parents are left to the import itself: to look into them would run them.
-        there = "." in name or name in sys.modules or importlib.util.find_spec(name) is not None
-        return "" if there else f"there is no module {name!r} on Python's path ({Path.cwd()} is on it)"
-    if Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
-        return f"{name!r} is a folder without __main__.py; name the script in it"
-    if Path(name).exists():
-        return ""
-    if name.startswith("-"):
-        return f"{name} stands where the script has to; its own arguments come behind it"
-    hint = "" if name.endswith(".py") else f"; for a module write -m {name}"
-    return f"there is no file {name!r} in {Path.cwd()}{hint}"
-
-
-def _missing_part(name: str) -> str:
-    """Why there is no module ``name`` in its package, which this imports, as running it does; empty where there is."""
-    package, _, last = name.rpartition(".")
-    if not package:
-        return ""
-    try:
-        if importlib.util.find_spec(name) is not None:
-            return ""
-    except ModuleNotFoundError as error:
-        if not f"{package}.".startswith(f"{error.name}."):
-            raise  # a line in the package imports what is not there
-        return f"there is no module {error.name!r} on Python's path, to run {name} of it ({Path.cwd()} is on it)"
-    parts = [one.name for one in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", ()))]
-    return f"there is no module {last!r} in {package!r}{nearest(last, parts)}"
-
-
-def _run_script(rest: list[str]) -> None:
-    script = Path(rest[0])
-    sys.argv[:] = rest
-    # Where `python script.py` looks first; `python -m` has put the current folder there.
-    if script.is_file():
-        sys.path.insert(0, str(script.resolve().parent))
-    # Absolute, as `python script.py` has it in __file__: scripts change the folder.
-    runpy.run_path(str(script.absolute()), run_name="__main__")
 
 
 def _take_rank(arguments: list[str]) -> str | None:
@@ -138,15 +77,5 @@ def _with_rank(parser: argparse.ArgumentParser, given: list[str]) -> list[str]:
     return [f"{known[0]}={rank}", *given]
 
 
-def run() -> None:
-    """Runs :func:`main`; under torchrun, which shows it then, an error leaves its traceback in the file that torchrun names."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        main()
-        return
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    record(main)()
-
-
 if __name__ == "__main__":
-    run()
+    script.end_as_python_does(main, _not_offered.__file__)

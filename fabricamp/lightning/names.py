@@ -82,7 +82,9 @@ def install() -> None:
 
 
 def take_over(name: str) -> None:
-    """Puts fabricamp's in the place of a module of :data:`PATH` that is being imported."""
+    """Puts fabricamp's in the place of a module of :data:`PATH` that is being imported; by another path nothing asks for that."""
+    if name not in PACKAGES:
+        return
     install()
     del sys.modules[name]
     importlib.import_module(name)

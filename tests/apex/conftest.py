@@ -27,6 +27,7 @@ def kept():
     try:
         yield
     finally:
+        sys.modules["__main__"] = modules["__main__"]
         for name in [name for name in sys.modules if name not in modules]:
             # What torch and fabricamp have imported stays: a second copy of a class would not be the first one.
             if name.split(".")[0] in NAMES:

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from fabricamp.apex.__main__ import main, run
+from fabricamp.apex.__main__ import main
+from fabricamp.script import end_as_python_does
 
 pytestmark = pytest.mark.usefixtures("as_found")
 
@@ -129,12 +130,26 @@ def test_a_package_whose_own_import_fails_shows_it(script, monkeypatch, tmp_path
         main(["-m", "broken_package.train"])
 
 
-def test_torchrun_is_told_of_an_error(script, monkeypatch, tmp_path):
+def test_torchrun_is_told_of_an_error(script, monkeypatch, tmp_path, capsys):
+    """And who reads the terminal sees the script's lines alone."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "argv", ["fabricamp.apex", script("1 / 0\n")])
-    with pytest.raises(ZeroDivisionError):
-        run()
+    with pytest.raises(SystemExit) as raised:
+        end_as_python_does(main, "no hook")
+    assert raised.value.code == 1
     assert "division by zero" in (tmp_path / "error.json").read_text()
+    lines = capsys.readouterr().err.splitlines()
+    assert [one for one in lines if "File" in one] == [f'  File "{tmp_path}/train.py", line 1, in <module>']
+
+
+def test_a_folder_is_run_by_its_main(script, capsys, tmp_path):
+    (tmp_path / "folder").mkdir()
+    script("import beside_main, sys\nprint(sys.argv, __file__)\n", "folder/__main__.py")
+    script("print('imported')\n", "folder/beside_main.py")
+    main([str(tmp_path / "folder"), "--x"])
+    folder = f"{tmp_path}/folder"
+    assert capsys.readouterr().out == f"imported\n['{folder}', '--x'] {folder}/__main__.py\n"
+    del sys.modules["beside_main"]
 
 
 @pytest.mark.parametrize("given", [0, 7, "a message", None])

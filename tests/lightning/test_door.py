@@ -138,8 +138,10 @@ def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
     [
         ((), 2, "usage: python -m fabricamp.lightning script.py"),
         (("none.py",), 2, "there is no file 'none.py'"),
+        (("--lr=1", "train.py"), 2, "--lr=1 stands where the script has to"),
+        ((".",), 2, "a folder without __main__.py"),
         (("none",), 2, "for a module write -m none"),
-        (("-m", "none.of_these"), 2, "there is no module 'none.of_these'"),
+        (("-m", "none.of_these"), 2, "there is no module 'none' on Python's path, to run none.of_these of it"),
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path, command, code, words):
@@ -161,6 +163,17 @@ SPAWNS = """
     if __name__ == "__main__":
         print([name for batch in DataLoader(Data(), num_workers=1, multiprocessing_context="spawn") for name in batch])
 """
+
+
+def test_a_tool_that_imports_every_module_of_ours_changes_no_import(tmp_path):
+    code = (
+        "import sys, pkgutil, importlib, fabricamp.lightning as package\n"
+        "for one in pkgutil.walk_packages(package.__path__, 'fabricamp.lightning.'):\n"
+        "    one.name.endswith('__main__') or importlib.import_module(one.name)\n"
+        "import fabricamp.lightning._path.pytorch_lightning\n"
+        "print([one for one in sys.meta_path if 'lightning' in one.__module__], 'lightning' in sys.modules)"
+    )
+    assert run(tmp_path, "-c", code)[0] == "[] False\n"
 
 
 def test_spawned_workers_find_the_names_too(tmp_path):
