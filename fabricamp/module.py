@@ -61,7 +61,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """False: a checkpoint may have other weights than the module; those of the same name are loaded."""
     _attachment: Attachment = DETACHED
 
-    def attach(self, trainer: Trainer, metrics: Metrics, *, fits: bool) -> Attachment:
+    def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
         """Ties the module to a run; the Trainer calls it.  One that does not fit makes no optimizers: the last fit's stay."""
         attachment = Attachment()
         attachment.trainer, attachment.metrics = trainer, metrics
@@ -260,7 +260,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         metrics = self._attachment.metrics
         if metrics is None:
             say_once(
-                "fabricamp: self.log outside a Trainer's fit, validate and test logs nothing; there is none running"
+                "fabricamp: self.log outside a Trainer's fit, validate and test, and with barebones=True, logs nothing"
             )
             return
         call = (

@@ -36,7 +36,8 @@ NOT_OFFERED: Final = {
     "core.saving": "a module's class has load_from_checkpoint, and a logger writes hparams.yaml",
     "loops": _OWN_LOOP,
     "overrides": _OWN_LOOP,
-    "plugins": "give Trainer(precision=...) and strategy= a name or an object, such as OptLevel('O2') or DDP(bucket_cap_mb=50)",
+    "plugins": "give Trainer(precision=...) and strategy= a name or an object, such as OptLevel('O2') or DDP(bucket_cap_mb=50); "
+    "torchrun and SLURM are found by themselves",
     "profilers.AdvancedProfiler": "run python -m cProfile, or give Trainer(profiler='pytorch')",
     "profilers.XLAProfiler": _HARDWARE,
     "serve": "export the trained module with torch.export or torch.onnx",

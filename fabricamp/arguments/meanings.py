@@ -11,13 +11,8 @@ _SHARDED: Final = (
 
 _ROWS: Final = {
     "Trainer": {
-        "barebones": "leave it out: what is switched off costs nothing (logger=False, enable_progress_bar=False, and so on)",
-        "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False) for what loggers shall not get",
         "model_registry": "leave it out, and upload ModelCheckpoint's best_model_path after fit",
-        "plugins": "pass precision= and strategy= an object, such as OptLevel('O2', loss_scale=128.0) or DDP(bucket_cap_mb=50)",
-        "reload_dataloaders_every_n_epochs reload_dataloaders_every_epoch": (
-            "leave it out, and give the dataset or sampler a set_epoch(epoch)"
-        ),
+        "reload_dataloaders_every_epoch": "write reload_dataloaders_every_n_epochs=1",
         "suggest_integrations move_metrics_to_cpu prepare_data_per_node": "leave it out",
         "amp_backend": "leave it out: apex's opt levels are precision='O1' or 'O2'",
         "amp_level opt_level": "write precision={value}",

@@ -34,7 +34,6 @@ class FitLoop:
         self.update = update
         self.state = parts.state
         self.metrics = parts.metrics
-        self.limits = parts.limits
         self._step = parts.step
         self._batch_start = parts.hooks("on_train_batch_start")
         self._batch_end = parts.hooks("on_train_batch_end")
@@ -69,6 +68,7 @@ class FitLoop:
         self.parts.agreement.begin()
         while self._goes_on() and not self._is_cut():
             state.scope = Scope.TRAIN_EPOCH
+            self.parts.renew(self.parts)
             set_epoch(self.parts.loader, state.epoch)
             before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
             call_all(epoch_start)
@@ -242,7 +242,7 @@ class FitLoop:
 
     def _after_step(self) -> None:
         """What is not to be done at every step: flushes and their arrival, the look at the clock."""
-        step, every, deadline = self.state.global_step, self._settings.log_every_n_steps, self.limits.deadline
+        step, every, deadline = self.state.global_step, self._settings.log_every_n_steps, self.parts.limits.deadline
         self.metrics.poll(step)
         if step % every == 0:
             self.metrics.flush(step)
@@ -255,7 +255,7 @@ class FitLoop:
                 self.state.ask("max_time")
 
     def _due_by_batches(self, last: bool) -> bool:
-        limits, state, every_epochs = self.limits, self.state, self._settings.check_val_every_n_epoch
+        limits, state, every_epochs = self.parts.limits, self.state, self._settings.check_val_every_n_epoch
         if every_epochs is None:
             return state.batches_done % limits.validate_every == 0
         if (state.epoch + 1) % every_epochs:

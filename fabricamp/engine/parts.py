@@ -59,6 +59,8 @@ class FitParts:
     validate: Callable[[], bool] | None
     moments: Moments
     meet_at_end_of_data: Callable[[int], None]
+    renew: Callable[[FitParts], None]
+    """Called before each epoch: puts other loaders in place where the epoch is to have its own."""
 
 
 def limits_of(settings: Settings, length: float, started: float) -> Limits:

@@ -63,7 +63,6 @@ def profile_fit(trainer: Trainer, loop: FitLoop) -> FitLoop:
     place, module = _strategy(parts.strategy), f"[LightningModule]{type(parts.module).__name__}"
     given: Any = loop  # methods of one object are replaced, which a type checker does not know
     given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
-    _profile_feed(profiler, parts.feed, "[_TrainingEpochLoop].train_dataloader_next")
     changed: Any = update
     use = update.use
 
@@ -83,6 +82,14 @@ def profile_fit(trainer: Trainer, loop: FitLoop) -> FitLoop:
         plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
     )
     return loop
+
+
+def profile_train_feed(trainer: Trainer, feed: Feed) -> Feed:
+    """Returns the feed of the steps, its batches actions where there is a profiler."""
+    profiler = profiler_of(trainer)
+    if profiler is not None:
+        _profile_feed(profiler, feed, "[_TrainingEpochLoop].train_dataloader_next")
+    return feed
 
 
 def profile_evaluation(trainer: Trainer, loop: EvaluationLoop, kind: str, feeds: list[Feed]) -> EvaluationLoop:

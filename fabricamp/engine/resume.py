@@ -80,6 +80,10 @@ class Moments(Section):
         """Takes the parts that come to be with the loop."""
         self._feed, self.window.update = feed, update
 
+    def use(self, feed: Feed) -> None:
+        """Takes the feed of another loader, between two epochs."""
+        self._feed = feed
+
     def end(self) -> None:
         """After the run: gradients are gone, so a window that is open is repeated by whoever goes on."""
         self.window.update = None

@@ -121,7 +121,7 @@ def _beginning(session: Session) -> dict[str, Any]:
     owners = [kept_by(one) for one in (session.source.datamodule, module) if one is not None]
     hyperparameters: dict[str, Any] = {}
     for owner in owners:
-        if owner.logged:
+        if owner.logged and session.settings.enable_autolog_hparams:
             hyperparameters |= plain(owner.values, private=owner.private)
     return {
         "status": "running",

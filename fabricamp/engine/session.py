@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from fabricamp.engine.oversights import warn_of_misspelt_hooks
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.profiling import profile_evaluation, profile_fit
+from fabricamp.engine.reloading import renew, train_feed
 from fabricamp.engine.resume import Moments
 from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
@@ -137,7 +139,8 @@ class Session:
     def attach(self) -> None:
         """Ties module and data to this run."""
         fits = self.fn is TrainerFn.FITTING
-        self.attachment = attach(self.module, self.source, self.trainer, self.metrics, fits=fits)
+        metrics = None if self.settings.barebones else self.metrics
+        self.attachment = attach(self.module, self.source, self.trainer, metrics, fits=fits)
         self.strategy.attach(self)
         self.metrics.sinks.append(LogAxis(self.trainer.state, self.delivery).deliver)
 
@@ -220,7 +223,7 @@ class Session:
             check_content(written, f"hyper-parameters of {owner}")
             if kept.logged:
                 logged |= written
-        if logged:
+        if logged and self.settings.enable_autolog_hparams:
             self.delivery.log_hyperparams(logged)
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
@@ -233,6 +236,7 @@ class Session:
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.global_step == 0):
             self._sanity_check()
+        self.data.renew()  # a run that goes on knows its epoch only now
         length = self.data.num_training_batches
         if self.trainer.state.epoch and self.checkpoint is None:
             # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.
@@ -249,7 +253,7 @@ class Session:
             hooks=self.hooks,
             agreement=self.agreement,
             requests=self.watchdog.requests,
-            feed=self.data.feed(self.data.train_loader, length),
+            feed=train_feed(self),
             loader=self.data.train_loader,
             step=self.step,
             optimizers=self.optimizers,
@@ -259,6 +263,7 @@ class Session:
             validate=self._validate if evaluate else None,
             moments=self.moments,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
+            renew=partial(renew, self),
         )
         update = open_update(parts, self)
         self.moments.begin(parts.feed, update)
@@ -308,6 +313,10 @@ class Session:
             call_all(self.hooks("on_sanity_check_end"))
             self.metrics.forget()
         state.stage = RunningStage.TRAINING
+
+    def forget_validation(self) -> None:
+        """Lets the next validation ask for its loaders anew."""
+        self._validation = None
 
     def _validate(self) -> bool:
         """Runs validation within fit; returns whether a stop cut it short."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fabricamp.hooks import ModuleHooks, overrides
 from fabricamp.lightning.given import own_loader
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
-from fabricamp.rng import global_seed
+from fabricamp.rng import global_seed, seeded
 from fabricamp.say_once import say_once
 from fabricamp.state import TrainerFn
 
@@ -74,9 +75,10 @@ class DataSource:
         self._precision = precision
         self._settings = settings
         self._state = state
+        self._asked_in = self._epoch_to_ask_in
         self._train_loader: Any = None
         self._num_training_batches: float | None = None
-        self._feeds: list[Feed] = []
+        self._feeds: list[tuple[Any, Feed]] = []
         self._train_feed: Feed | None = None
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
         self._collections: dict[str, Any] = {}
@@ -199,7 +201,7 @@ class DataSource:
             hooked=hooked,
             begun=begun,
         )
-        self._feeds.append(feed)
+        self._feeds.append((loader, feed))
         if trains:
             self._train_feed = feed
         return feed
@@ -218,10 +220,36 @@ class DataSource:
 
     def close(self) -> None:
         """Ends the passes that are still open, and the workers that wait for the next one."""
-        for feed in self._feeds:
-            feed.close()
-        for loader in (self._train_loader, *(one for loaders, _ in self._evaluation.values() for one in loaders)):
+        self._let_go(self._train_loader, *(one for loaders, _ in self._evaluation.values() for one in loaders))
+
+    def _let_go(self, *loaders: Any) -> None:
+        for loader, feed in self._feeds:
+            if any(loader is one for one in loaders):
+                feed.close()
+        self._feeds = [pair for pair in self._feeds if all(pair[0] is not one for one in loaders)]
+        for loader in loaders:
             release_workers(loader)
+
+    def renew(self) -> bool:
+        """Lets go of loaders that this epoch is to have its own of; whether it is, by ``reload_dataloaders_every_n_epochs``.
+
+        Loaders that were given stay: nobody can be asked for others.
+        """
+        if self._asked_in == self._epoch_to_ask_in:
+            return False
+        self._asked_in = self._epoch_to_ask_in
+        if self._source.given("train") is None:
+            self._let_go(self._train_loader)
+            self._train_loader = self._train_feed = self._num_training_batches = None
+        if self._source.given("val") is None or self._settings.overfit_batches:
+            self._let_go(*self._evaluation.pop("val", ([], []))[0])
+        return True
+
+    @property
+    def _epoch_to_ask_in(self) -> int:
+        """The epoch whose loaders are those of the present one; -1 where loaders stay."""
+        every = self._settings.reload_dataloaders_every_n_epochs if self._source.fn is TrainerFn.FITTING else 0
+        return self._state.epoch // every * every if every else -1
 
     def _transfer_hooks(self) -> tuple[Any, list[bool]]:
         """Whose hooks move batches (the DataModule's before the module's), and which of them are overridden."""
@@ -261,6 +289,13 @@ class DataSource:
         given = self._source.given(name)
         if given is not None:
             return given
+        epoch = self._epoch_to_ask_in
+        # A run that goes on asks in another state of the generators than the one that was cut.
+        with seeded(global_seed(), epoch) if epoch >= 0 else contextlib.nullcontext():
+            return self._written(name)
+
+    def _written(self, name: str) -> Any:
+        """What the DataModule's, or the module's, own method gives."""
         datamodule = self._source.datamodule
         if datamodule is not None and overrides(datamodule, f"{name}_dataloader", DataModule):
             return own_loader(getattr(datamodule, f"{name}_dataloader")())

@@ -31,7 +31,7 @@ _HOOKS = {
 }
 
 
-def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics, *, fits: bool) -> Attachment:
+def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
     """Ties module and data to a run; what Lightning's are lent goes back by :func:`detach`."""
     if source.datamodule is not None:
         source.datamodule.trainer = trainer
@@ -52,7 +52,7 @@ class Loan(Attachment):
 
     __slots__ = ("_borrowers",)
 
-    def __init__(self, module: nn.Module, trainer: Trainer, metrics: Metrics) -> None:
+    def __init__(self, module: nn.Module, trainer: Trainer, metrics: Metrics | None) -> None:
         super().__init__()
         self.trainer, self.metrics = trainer, metrics
         self._borrowers: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []

@@ -21,11 +21,7 @@ from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
 
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
-    "barebones": False,
-    "enable_autolog_hparams": True,
     "model_registry": None,
-    "plugins": None,
-    "reload_dataloaders_every_n_epochs": 0,
 }
 """What asks for nothing: configurations that Lightning wrote are full of these."""
 
@@ -63,6 +59,9 @@ class Settings:
     prefetch_batches: int
     sync_batchnorm: bool
     inference_mode: bool
+    barebones: bool
+    enable_autolog_hparams: bool
+    reload_dataloaders_every_n_epochs: int
     default_root_dir: str
     start_method: str
     cuda_graph: CudaGraph | None
@@ -199,6 +198,9 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "per_sample_seed": check_flag,
     "sync_batchnorm": check_flag,
     "inference_mode": check_flag,
+    "barebones": check_flag,
+    "enable_autolog_hparams": check_flag,
+    "reload_dataloaders_every_n_epochs": _FROM_0,
     "prefetch_batches": check_prefetch,
     "default_root_dir": _folder,
     "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),

@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
 from fabricamp.arguments.checks import NO_LIMIT
+from fabricamp.errors import ConfigError
 
 Arguments = ParamSpec("Arguments")
 
 _DEFAULTS: dict[str, Any] = {
     "accelerator": "auto",
     "accumulate_grad_batches": 1,
+    "barebones": False,
     "cuda_graph": False,
     "detect_anomaly": False,
     "deterministic": False,
     "devices": "auto",
+    "enable_autolog_hparams": True,
     "enable_checkpointing": True,
     "enable_model_summary": True,
     "enable_progress_bar": True,
@@ -36,6 +39,7 @@ _DEFAULTS: dict[str, Any] = {
     "per_sample_seed": False,
     "precision": "O0",
     "prefetch_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
     "start_method": "auto",
     "strategy": "auto",
     "sync_batchnorm": False,
@@ -43,6 +47,18 @@ _DEFAULTS: dict[str, Any] = {
     "val_check_interval": 1.0,
 }
 """What None stands for, where it is not a value of its own."""
+
+_BARE: dict[str, Any] = {
+    "detect_anomaly": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "fast_dev_run": False,
+    "logger": False,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+}
+"""What ``barebones=True`` stands for."""
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +74,21 @@ def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, Non
     def initialize(*args: Arguments.args, **given: Arguments.kwargs) -> None:
         found = {name: os.environ.get(f"PL_TRAINER_{name.upper()}") for name in names}
         values = {name: _parsed(text) for name, text in found.items() if text}
-        init(*args, **{**values, **given})
+        init(*args, **_bared({**values, **given}))
 
     return initialize
+
+
+def _bared(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with all switched off that is not training, where it asks for that; raises where it asks for one of them too."""
+    if given.get("barebones") is not True:
+        return given
+    for name, off in _BARE.items():
+        if (value := given.get(name)) is not None and value != off:
+            raise ConfigError(
+                f"barebones=True stands for {name}={off!r}, and {name}={value!r} is given; leave one of them out"
+            )
+    return {**given, **_BARE}
 
 
 def _parsed(text: str) -> Any:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from fabricamp import callbacks
+from fabricamp.arguments.checks import check_flag
 from fabricamp.callbacks.base import CALLBACKS, Callback
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.not_offered import lightnings
+from fabricamp.precision.base import Precision
+from fabricamp.strategies.base import Environment
+
+_BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
+    "enable_checkpointing": ModelCheckpoint,
+    "enable_progress_bar": ProgressBar,
+    "enable_model_summary": ModelSummary,
+}
 
 
 def as_callbacks(value: Any) -> list[Callback]:
@@ -38,6 +50,14 @@ def as_callbacks(value: Any) -> list[Callback]:
 def _listed(value: Any) -> list[Any]:
     """One, or several in any sequence: hydra's ``instantiate`` gives lists of a class of its own."""
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> list[Callback]:
+    """Returns those that the Trainer adds by itself, where ``callbacks``, which were given, have none of their kind."""
+    wanted: list[type[Callback]] = [kind for name, kind in _BY_DEFAULT.items() if check_flag(name, given[name])]
+    if ModelCheckpoint not in wanted and any(isinstance(one, ModelCheckpoint) for one in callbacks):
+        raise ConfigError("callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out")
+    return [kind() for kind in wanted]
 
 
 def _by_name(name: str) -> Callback:
@@ -67,3 +87,22 @@ def as_loggers(value: Any) -> list[Logger] | None:
                 "them, True (TensorBoard) or False"
             )
     return given
+
+
+def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None]:
+    """Returns the precision, out of ``plugins`` where there is one, and the environment, where they hold one."""
+    given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    precisions = [one for one in given if isinstance(one, Precision)]
+    environments = [one for one in given if isinstance(one, Environment)]
+    for one in given:
+        if one not in precisions and one not in environments:
+            raise ConfigError(
+                f"plugins holds {without_address(one)}; it takes a precision of fabricamp's, such as OptLevel('O2'), and a "
+                "fabricamp.strategies.Environment. A strategy goes to strategy=; sync_batchnorm=True and AsyncCheckpoint "
+                "stand for Lightning's TorchSyncBatchNorm and AsyncCheckpointIO; torchrun and SLURM are found by themselves"
+            )
+    if len(precisions) > 1 or len(environments) > 1:
+        raise ConfigError("plugins holds two precisions, or two environments; give one of each at most")
+    if precisions and precision != "O0":
+        raise ConfigError(f"precision={precision!r} and a precision in plugins; give one of them")
+    return (precisions or [precision])[0], environments[0] if environments else None

@@ -6,17 +6,13 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
-from fabricamp.arguments.checks import check_flag
-from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
-from fabricamp.callbacks.model_summary import ModelSummary
-from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted
 from fabricamp.engine.forward_pass import forward_train_batches
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.workers import start_workers
-from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.errors import CheckpointError
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision import precision_from
@@ -25,7 +21,7 @@ from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.trainer.arguments import check_settings, refuse_unknown, refuse_unknown_data
 from fabricamp.trainer.defaults import from_environment, with_defaults
-from fabricamp.trainer.given_parts import as_callbacks, as_loggers
+from fabricamp.trainer.given_parts import as_callbacks, as_loggers, default_callbacks, of_plugins
 from fabricamp.trainer.properties import TrainerProperties
 from fabricamp.tuner.finders import search_first
 from fabricamp.tuner.tuning import Tuner
@@ -97,6 +93,10 @@ class Trainer(TrainerProperties):
         sync_batchnorm: BatchNorm over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
         cuda_graph: True replays the training step as one CUDA graph, "auto" where that can be; a :class:`CudaGraph` has options.
+        plugins: a :class:`Precision` or an :class:`Environment` (which process this is), or a list of them; None for none.
+        reload_dataloaders_every_n_epochs: asks for the loaders anew in each so many-th epoch; 0 asks once.
+        enable_autolog_hparams: gives loggers what ``save_hyperparameters`` has kept.
+        barebones: leaves out what is not training: logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -151,6 +151,10 @@ class Trainer(TrainerProperties):
         sync_batchnorm: bool | None = False,
         inference_mode: bool | None = True,
         cuda_graph: bool | str | CudaGraph | None = False,
+        plugins: Precision | Environment | Sequence[Precision | Environment] | None = None,
+        reload_dataloaders_every_n_epochs: int | None = 0,
+        enable_autolog_hparams: bool | None = True,
+        barebones: bool | None = False,
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:
@@ -158,9 +162,8 @@ class Trainer(TrainerProperties):
         refuse_unknown(unknown, given)
         given = with_defaults(given)
         settings = check_settings(given)
-        environment, indices = self._choose_processes(
-            given["accelerator"], given["devices"], given["strategy"], settings.num_nodes
-        )
+        given["precision"], environment = of_plugins(plugins, given["precision"])
+        environment, indices = self._choose_processes(given, settings.num_nodes, environment)
         check_cuda_graph(settings, self.device_type, self.strategy)
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
@@ -172,30 +175,23 @@ class Trainer(TrainerProperties):
         found = as_loggers(logger)
         self.loggers = [TensorBoardLogger(settings.default_root_dir)] if found is None else found
         given_callbacks = as_callbacks(callbacks)
-        enabled = {
-            ModelCheckpoint: check_flag("enable_checkpointing", given["enable_checkpointing"]),
-            ProgressBar: check_flag("enable_progress_bar", given["enable_progress_bar"]),
-            ModelSummary: check_flag("enable_model_summary", given["enable_model_summary"]),
-        }
-        default_callbacks: list[Callback] = [kind() for kind, wanted in enabled.items() if wanted]
-        if not enabled[ModelCheckpoint] and any(isinstance(one, ModelCheckpoint) for one in given_callbacks):
-            raise ConfigError(
-                "callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out"
-            )
         if settings.fast_dev_run:
             self.loggers = [DummyLogger()] if self.loggers else []
         self.callbacks: list[Callback] = []
-        self._runner = Runner(self, settings, environment, indices, given_callbacks, default_callbacks)
+        self._runner = Runner(
+            self, settings, environment, indices, given_callbacks, default_callbacks(given, given_callbacks)
+        )
 
     def _choose_processes(
-        self, accelerator: str, devices: int | str | list[int], strategy: str | Strategy, num_nodes: int
+        self, given: dict[str, Any], num_nodes: int, environment: Environment | None
     ) -> tuple[Environment | None, list[int]]:
         """Decides how many processes there are, and on what; returns which of them this one is, and this node's devices."""
-        environment = launch.detect()
-        self.device_type, indices = launch.resolve_devices(accelerator, devices, environment)
-        local = len(indices)
-        launch.check_environment(environment, None if devices == "auto" else local, num_nodes)
-        self.strategy = strategy_from(strategy, local if environment is None else environment.world_size)
+        environment, devices = environment or launch.detect(), given["devices"]
+        self.device_type, indices = launch.resolve_devices(given["accelerator"], devices, environment)
+        launch.check_environment(environment, None if devices == "auto" else len(indices), num_nodes)
+        self.strategy = strategy_from(
+            given["strategy"], len(indices) if environment is None else environment.world_size
+        )
         if environment is not None:
             self.strategy.environment = environment
         return environment, indices

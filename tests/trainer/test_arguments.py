@@ -55,6 +55,10 @@ WRONG = {
     "prefetch_batches": [-1, 3, True, "1"],
     "sync_batchnorm": ["yes"],
     "inference_mode": [0],
+    "plugins": ["ddp", 3, [None]],
+    "reload_dataloaders_every_n_epochs": [-1, 1.5, "2"],
+    "enable_autolog_hparams": ["yes"],
+    "barebones": ["yes", 1],
     "default_root_dir": [3],
 }
 

@@ -252,8 +252,8 @@ def test_lightnings_own_defaults_are_accepted_and_change_nothing():
     quiet_trainer(
         plugins=None, profiler=None, barebones=False, reload_dataloaders_every_n_epochs=0, model_registry=None
     )
-    with pytest.raises(ConfigError, match="barebones"):
-        quiet_trainer(barebones=True)
+    with pytest.raises(ConfigError, match="model_registry"):
+        quiet_trainer(model_registry="here")
 
 
 def test_variables_stand_for_arguments_that_are_not_given(monkeypatch):

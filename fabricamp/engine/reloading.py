@@ -1,0 +1,31 @@
+"""The loader that is trained on as a feed, and others in its place where epochs are to have loaders of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.engine.parts import limits_of
+from fabricamp.engine.profiling import profile_train_feed
+
+if TYPE_CHECKING:
+    from fabricamp.data import Feed
+    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.session import Session
+
+
+def train_feed(session: Session) -> Feed:
+    """Returns the way of batches into the steps of a fit."""
+    data = session.data
+    return profile_train_feed(session.trainer, data.feed(data.train_loader, data.num_training_batches))
+
+
+def renew(session: Session, parts: FitParts) -> None:
+    """Before an epoch: asks for its loaders, where ``reload_dataloaders_every_n_epochs`` gives it some of its own."""
+    if not session.data.renew():
+        return
+    session.forget_validation()
+    if session.data.train_loader is parts.loader:
+        return
+    parts.loader, parts.feed = session.data.train_loader, train_feed(session)
+    parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)
+    session.moments.use(parts.feed)
