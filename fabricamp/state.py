@@ -112,6 +112,7 @@ class RunState:
         "num_dataloaders",
         "open_batches",
         "passed",
+        "runs_as",
         "scope",
         "should_stop",
         "skipped_before",
@@ -141,6 +142,7 @@ class RunState:
         self.batch: Any = None
         self.ahead = False  # hooks run that move a batch ahead of its step
         self.capturing = False  # the step that runs is captured as a CUDA graph
+        self.runs_as = ""  # "graph" or "eager" where a CUDA graph was asked for
         self.dataloader_idx = 0
         self.num_dataloaders = 1
         self.should_stop = False

@@ -24,6 +24,7 @@ _FREE_LINES = 100
 class ProgressBar(Callback):
     """Shows epoch, batch, speed and the ``prog_bar`` metrics, ``lr`` and loss ``scale`` where they move; leaves a line per epoch.
 
+    Under ``Trainer(cuda_graph=...)`` it says whether steps run as a ``graph`` or ``eager``.
     Only rank 0 shows it.  On a GPU a step's values are those of the picture before, or the one before that; the epoch's line is
     exact.  It neither waits for a tensor nor takes more than 1 % of the time.  Where stdout is no terminal (file, pipe, CI,
     ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their line too; ``validate``
@@ -281,7 +282,8 @@ class ProgressBar(Callback):
 
     def _step_and_metrics(self, trainer: Trainer) -> Pairs:
         values = self.get_metrics(trainer, trainer.module)
-        return [("step", str(trainer.global_step)), *((name, _as_text(value)) for name, value in values.items())]
+        how = [("", trainer.state.runs_as)] if trainer.state.runs_as else []
+        return [("step", str(trainer.global_step)), *how, *((name, _as_text(value)) for name, value in values.items())]
 
     def _close(self, *, keep: bool) -> None:
         screen = self._screen

@@ -84,7 +84,7 @@ class Update:
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
-        ends_window = (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
+        ends_window = self._ends_window(batch_idx, last)
         if ends_window and not self._sums:
             outputs = self._forward_backward(batch, batch_idx)
         else:
@@ -106,6 +106,9 @@ class Update:
             self._state.open_batches += 1
             self._whole = True
         return outputs
+
+    def _ends_window(self, batch_idx: int, last: bool) -> bool:
+        return (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
 
     def begin_epoch(self, batch_idx: int) -> None:
         """Called before an epoch's first batch, or that which a resumed run goes on with."""

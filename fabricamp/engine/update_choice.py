@@ -20,6 +20,7 @@ def open_update(parts: FitParts, session: Session) -> Update:
 
     Raises :class:`ConfigError` where a CUDA graph is required and cannot be.
     """
+    parts.state.runs_as = ""
     captures = _captures(parts, session)
     if not session.module.automatic_optimization:
         update = ManualUpdate(parts)
@@ -43,4 +44,5 @@ def _captures(parts: FitParts, session: Session) -> bool:
         raise refused(reason)
     if reason:
         session.notices.say(f"cuda_graph='auto' runs eagerly: {reason}")
+        parts.state.runs_as = "eager"
     return not reason

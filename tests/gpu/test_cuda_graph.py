@@ -174,6 +174,23 @@ def test_windows_of_several_batches_have_the_bits_of_eager_ones(precision, optim
     same(*runs)
 
 
+@pytest.mark.parametrize("partial", ["carry", "drop"])
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+def test_windows_that_an_epoch_leaves_open(precision, partial):
+    options = {"accumulate_grad_batches": 4, "partial_window": partial, "max_epochs": 4}
+    runs = [fit(graph, precision, loader=images(30), **options) for graph in (False, CudaGraph(warmup=4))]
+    assert runs[1][0].global_step == {"carry": 30, "drop": 28}[partial]
+    same(*runs)
+
+
+def test_the_bar_says_how_steps_run(capsys):
+    fit(CudaGraph(warmup=4), max_epochs=2, enable_progress_bar=True)
+    fit("auto", module=Effect("counter"), max_epochs=1, enable_progress_bar=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert ["graph" in line for line in lines] == [True, True, False]
+    assert "eager" in lines[2]
+
+
 class Shapes(torch.utils.data.Dataset):
     """Batches of three sizes, in any order."""
 

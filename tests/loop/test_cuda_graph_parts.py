@@ -55,10 +55,13 @@ def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
     weights = []
     for graph in (False, "auto"):
         module = Classifier()
-        quiet_trainer(cuda_graph=graph, max_epochs=1, enable_model_summary=True).fit(module, loader())
+        shows = {"enable_model_summary": True, "enable_progress_bar": True}
+        quiet_trainer(cuda_graph=graph, max_epochs=1, **shows).fit(module, loader())
         weights.append([one.clone() for one in module.parameters()])
     assert all(map(torch.equal, *weights))
-    assert capsys.readouterr().out.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
+    said = capsys.readouterr().out
+    assert said.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
+    assert ["eager" in line for line in said.splitlines() if line.startswith("epoch")] == [False, True]
 
 
 class Own(Strategy):

@@ -67,6 +67,7 @@ class GraphUpdate(Update):
         """Stands for the loss of an open window."""
         self._pool: Any = None
         self._stream = torch.cuda.current_stream(device)
+        self._state.runs_as = "eager"
 
     def use(self, step: Callable[..., Any]) -> None:
         """Takes another step to run, which is captured anew when it has run eagerly."""
@@ -79,8 +80,7 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay where there is a graph for those like this one."""
-        closes = (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
-        role = Role(self._accumulate, self.loss is None, closes)
+        role = Role(self._accumulate, self.loss is None, self._ends_window(batch_idx, last))
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
         together = not self._together.settled and self._meet(key, step)
@@ -258,6 +258,7 @@ class GraphUpdate(Update):
         step.note = verdicts.repeated(optimizer) if role.closes and verdicts is not None else None
         step.upload = upload_of(optimizer) or _unchanged(optimizer)
         self._steps[key] = step
+        self._state.runs_as = "graph"
         self._tell(batch, role, torch.cuda.memory_reserved(self._stream.device) - before)
         return step
 
@@ -363,6 +364,7 @@ class GraphUpdate(Update):
             self._steps.clear()
         self._seen.clear()
         self._pool = None
+        self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()
 
