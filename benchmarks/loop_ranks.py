@@ -1,0 +1,242 @@
+"""Wall time of a training step of two GPUs: ResNet-50 with SyncBatchNorm, by torch, by hand, and through the Trainer, as a graph too.
+
+    torchrun --nproc_per_node=2 benchmarks/loop_ranks.py [--batches 8,64] [--rounds 3] [--out results.json] [--quick]
+
+A step is the copy of a batch from pinned memory, forward, loss and backward at O0 (fp32 with TF32) or O1 (fp16 autocast and a loss
+scale), the exchange of gradients and of BatchNorm's statistics, and an AdamW update.  "torch" is its SyncBatchNorm within its
+DistributedDataParallel; "by hand" our SyncBatchNorm and one all_reduce of all gradients in one flat tensor, captured as a bare
+graph with torch's update in it.  The Trainer has everything on.  Each figure is the median of interleaved rounds, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.loop import Batches, Stopwatch
+from benchmarks.models import resnet50, tiny_resnet
+from fabricamp import Trainer, TrainingModule
+from fabricamp.nn import convert_syncbn_model
+from fabricamp.optimizers import FusedAdam
+
+WARM_UP = 30
+STEPS = 60
+
+
+class Case:
+    """A ResNet-50, or a small one, and the batches of this rank."""
+
+    def __init__(self, batch, *, quick):
+        self.make = tiny_resnet if quick else resnet50
+        self.batch, self.size = batch, 32 if quick else 224
+        self.classes = 10 if quick else 1000
+
+    def network(self):
+        """The same weights each time."""
+        torch.manual_seed(0)
+        return self.make().to(memory_format=torch.channels_last)
+
+    def loader(self):
+        """Batches in pinned memory, a few that come again and again."""
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        few = []
+        for _ in range(4):
+            x = torch.randn(self.batch, 3, self.size, self.size, generator=generator)
+            y = torch.randint(0, self.classes, (self.batch,), generator=generator)
+            few.append((x.to(memory_format=torch.channels_last).pin_memory(), y.pin_memory()))
+        return Batches([few[number % 4] for number in range(WARM_UP + STEPS)])
+
+
+def measured(loader, step):
+    """Seconds of the steps behind the warm-up."""
+    for batch in loader.batches[:WARM_UP]:
+        step(*batch)
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    for batch in loader.batches[WARM_UP:]:
+        step(*batch)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def by_torch(case, precision):
+    network = nn.SyncBatchNorm.convert_sync_batchnorm(case.network().cuda())
+    wrapped = DistributedDataParallel(network, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    scaler = torch.amp.GradScaler(enabled=precision == "O1")
+
+    def step(x, y):
+        x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16, enabled=precision == "O1"):
+            loss = F.cross_entropy(wrapped(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return measured(case.loader(), step)
+
+
+def by_hand(case, precision):
+    """One graph of forward, backward, one all_reduce and the update."""
+    network = convert_syncbn_model(case.network().cuda())
+    parameters = list(network.parameters())
+    flat = torch.zeros(sum(one.numel() for one in parameters), device="cuda")
+    slots = [
+        piece.view(one.shape)
+        for piece, one in zip(flat.split([one.numel() for one in parameters]), parameters, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=True)
+    scaler = torch.amp.GradScaler(enabled=precision == "O1")
+    loader = case.loader()
+    inputs = [one.cuda() for one in loader.batches[0]]
+    stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def launch():
+        for one in parameters:
+            one.grad = None
+        with torch.autocast("cuda", torch.float16, enabled=precision == "O1"):
+            loss = F.cross_entropy(network(inputs[0]), inputs[1])
+        scaler.scale(loss).backward()
+        torch._foreach_copy_(slots, [one.grad for one in parameters])
+        flat.div_(dist.get_world_size())
+        dist.all_reduce(flat)
+        for one, slot in zip(parameters, slots, strict=True):
+            one.grad = slot
+        scaler.step(optimizer)
+        scaler.update()
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            launch()
+        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            launch()
+
+        def step(*batch):
+            for own, one in zip(inputs, batch, strict=True):
+                own.copy_(one, non_blocking=True)
+            captured.replay()
+
+        seconds = measured(loader, step)
+    captured.reset()
+    return seconds
+
+
+class Module(TrainingModule):
+    """The case for the Trainer."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.network = case.network()
+
+    def training_step(self, batch, batch_idx):
+        """Logs its loss."""
+        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        """AdamW in one launch."""
+        return FusedAdam(self.parameters(), lr=1e-4, weight_decay=0.01)
+
+
+def ours(case, precision, strategy, *, graph):
+    watch = Stopwatch(STEPS)
+    folder = os.environ.get("LOOP_RANKS_FOLDER") or tempfile.gettempdir()
+    trainer = Trainer(
+        accelerator="gpu", devices="auto", precision=precision, max_epochs=1, default_root_dir=folder, callbacks=[watch],
+        strategy=strategy, sync_batchnorm=True, use_distributed_sampler=False, cuda_graph=graph,
+    )  # fmt: skip
+    trainer.fit(Module(case), case.loader())
+    return watch.seconds
+
+
+WAYS = {
+    "torch, SyncBatchNorm and DDP": by_torch,
+    "by hand, bare graph": by_hand,
+    **{
+        f"fabricamp, {strategy}{', graph' if graph else ''}": (
+            lambda case, precision, strategy=strategy, graph=graph: ours(case, precision, strategy, graph=graph)
+        )
+        for strategy in ("delayed_ddp", "ddp")
+        for graph in (False, True)
+    },
+}
+
+
+def measure(case, precision, rounds):
+    found = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, way in WAYS.items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            dist.barrier()
+            with contextlib.redirect_stdout(io.StringIO()):
+                found[name].append(1000 * way(case, precision) / STEPS)
+    return {name: round(statistics.median(values), 4) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="8,64")
+    parser.add_argument("--precisions", default="O0,O1")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the results as JSON too, after each cell")
+    parser.add_argument("--quick", action="store_true", help="a small network: shows that it works")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("fabricamp").setLevel(logging.ERROR)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
+    done = {(row["batch"], row["precision"]) for row in rows}
+    for batch in map(int, arguments.batches.split(",")):
+        for precision in arguments.precisions.split(","):
+            if (batch, precision) in done:
+                continue
+            times = measure(Case(batch, quick=arguments.quick), precision, arguments.rounds)
+            if dist.get_rank() == 0:
+                rows.append({"batch": batch, "precision": precision, "rounds": arguments.rounds, "wall_ms": times})
+                print(batch, precision, times, flush=True)
+                if arguments.out:
+                    arguments.out.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def about():
+    return {
+        "device": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": "torchrun --nproc_per_node=2 benchmarks/loop_ranks.py",
+    }
+
+
+if __name__ == "__main__":
+    main()
