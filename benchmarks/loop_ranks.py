@@ -1,4 +1,4 @@
-"""Wall time of a training step of two GPUs: ResNet-50 with SyncBatchNorm, by torch, by hand, and through the Trainer, as a graph too.
+"""Wall time of a step of two GPUs: ResNet-50 with SyncBatchNorm, by torch, by hand, and through the Trainer, eager and as a graph.
 
     torchrun --nproc_per_node=2 benchmarks/loop_ranks.py [--batches 8,64] [--rounds 3] [--out results.json] [--quick]
 
