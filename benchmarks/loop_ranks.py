@@ -104,10 +104,8 @@ def by_hand(case, precision):
     network = convert_syncbn_model(case.network().cuda())
     parameters = list(network.parameters())
     flat = torch.zeros(sum(one.numel() for one in parameters), device="cuda")
-    slots = [
-        piece.view(one.shape)
-        for piece, one in zip(flat.split([one.numel() for one in parameters]), parameters, strict=True)
-    ]
+    pieces = flat.split([one.numel() for one in parameters])
+    slots = [piece.as_strided(one.shape, one.stride()) for piece, one in zip(pieces, parameters, strict=True)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=True)
     scaler = torch.amp.GradScaler(enabled=precision == "O1")
     loader = case.loader()
