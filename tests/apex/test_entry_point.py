@@ -1,8 +1,10 @@
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+import fabricamp.apex
 from fabricamp.apex.__main__ import main
 from fabricamp.script import end_as_python_does
 
@@ -182,11 +184,12 @@ SPAWNS = """
 import sys
 import torch.multiprocessing as mp
 import amp_C
+from apex.mlp import MLP
 from apex.optimizers import FusedAdam
 
 def worker(rank, file):
     with open(file, "w") as out:
-        print(rank, FusedAdam.__module__, amp_C.multi_tensor_scale.__name__, file=out)
+        print(rank, FusedAdam.__module__, MLP.__module__, amp_C.multi_tensor_scale.__name__, file=out)
 
 if __name__ == "__main__":
     mp.spawn(worker, nprocs=1, args=(sys.argv[1],))
@@ -195,16 +198,19 @@ if __name__ == "__main__":
 
 def test_workers_that_a_script_spawns_find_it_too(script, tmp_path):
     main([script(SPAWNS), str(tmp_path / "out")])
-    assert (tmp_path / "out").read_text() == "0 apex.optimizers.fused_adam multi_tensor_scale\n"
+    assert (tmp_path / "out").read_text() == "0 apex.optimizers.fused_adam apex.mlp.mlp multi_tensor_scale\n"
 
 
 STARTS = """
 import subprocess, sys
-print(subprocess.check_output([sys.executable, "-c", "import apex, amp_C; print(apex.__name__)"], text=True))
+found = "from importlib.util import find_spec; print(find_spec('apex').origin, find_spec('amp_C').origin)"
+print(subprocess.check_output([sys.executable, "-c", found], text=True))
 """
 
 
 def test_processes_that_a_script_starts_find_it_too(script, capsys, monkeypatch):
+    """As the worker above, which imports it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path[1:]))
     main([script(STARTS)])
-    assert capsys.readouterr().out.strip() == "fabricamp.apex"
+    here = Path(fabricamp.apex.__file__).parent / "_extensions"
+    assert capsys.readouterr().out.split() == [f"{here}/apex.py", f"{here}/amp_C.py"]
