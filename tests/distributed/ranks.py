@@ -1,6 +1,6 @@
 """Runs a function on several Gloo ranks: for tests of whatever differs between processes.
 
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, side_by_side
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_ranks", "variables_of"]
+__all__ = ["run_ranks", "side_by_side", "variables_of"]
 
 
 def run_ranks(function, world_size, *args, timeout=120.0, start_method=None, backend="gloo"):
@@ -58,6 +58,24 @@ def run_ranks(function, world_size, *args, timeout=120.0, start_method=None, bac
                 if process.pid is not None:
                     process.join()
         return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def side_by_side(*functions):
+    """Calls all at once, each in a forked process, and waits for all of them: for tests that wait for a time to pass."""
+
+    def one_of_them():
+        function = functions[int(os.environ["RANK"])]
+        for name in variables_of(0, 1, 0).keys() - {"OMP_NUM_THREADS"}:
+            del os.environ[name]
+        faulthandler.cancel_dump_traceback_later()  # whoever is forked from here would wait for its thread for ever
+        try:
+            function()
+        except BaseException:  # an AssertionError, and what pytest.fail and pytest.raises raise
+            return traceback.format_exc()
+        return ""
+
+    failures = run_ranks(one_of_them, len(functions), backend=None)
+    assert not any(failures), "\n".join(failures)
 
 
 def variables_of(rank, world_size, port):

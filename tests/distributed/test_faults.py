@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import CheckpointError, DistributedError
 from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
+from tests.distributed.ranks import side_by_side
 from tests.distributed.scripts import end, finish, start
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
@@ -120,8 +122,8 @@ def test_a_rank_that_raises():
     assert told.count("ValueError: rank one is unwell") == 1
 
 
-def test_a_rank_that_raises_beside_one_that_notices_nothing(monkeypatch):
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 1.0)  # the other one would never end by itself
+def a_rank_that_raises_beside_one_that_notices_nothing(_folder):
+    watch._GRACE_SECONDS = 1.0  # the other one would never end by itself
     told = failure_of("raises beside one that is busy", LONG)
     assert "rank 1 ended with exit code 1" in told
     assert "ValueError: rank one is unwell" in told
@@ -140,23 +142,20 @@ def test_a_loader_worker_that_dies():
     assert re.search(r"DataLoader worker .*(exited unexpectedly|killed by signal)", told), told
 
 
-@pytest.mark.parametrize(
-    ("what", "place", "line"),
-    [
-        (
-            "loader",
-            r"rank 1: in fit at step 5 \(epoch 0, batch 5\), training_step or a hook around it, waiting for its loader, for \d+ s",
-            "time.sleep(3600)",
-        ),
-        pytest.param(
-            "validation",
-            r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d+ s",
-            "wait()",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_rank_that_hangs(what, place, line):
+PLACES = {
+    "loader": (
+        r"rank 1: in fit at step 5 \(epoch 0, batch 5\), training_step or a hook around it, waiting for its loader, for \d+ s",
+        "time.sleep(3600)",
+    ),
+    "validation": (
+        r"rank 1: in fit at step 16 \(epoch 0, batch 16\), in validation batch 2, for \d+ s",
+        "wait()",
+    ),
+}
+
+
+def a_rank_that_hangs(_folder, what="loader"):
+    place, line = PLACES[what]
     told = failure_of(what)
     assert "because of rank 1 as it seems" in told
     assert re.search(place, told), told
@@ -169,7 +168,12 @@ def test_a_rank_that_hangs(what, place, line):
     assert "stack of rank 0:" in told
 
 
-def test_a_rank_that_leaves_out_an_exchange():
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_validation():
+    a_rank_that_hangs(None, "validation")
+
+
+def a_rank_that_leaves_out_an_exchange(_folder):
     told = failure_of("skips")
     assert "they wait for each other at different places: one has left out an exchange" in told
     for rank, function in ((0, "in on_train_end"), (1, "in ended_early")):
@@ -188,13 +192,16 @@ class SlowDisk(Callback):
         os.fsync = lambda file: (time.sleep(self.seconds), flush(file))
 
 
-def test_a_disk_that_hangs_while_saving_and_one_that_is_slow(tmp_path):
-    options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+def a_disk_that_hangs_while_saving(folder):
+    options = {"enable_checkpointing": True, "default_root_dir": folder}
     told = failure_of("", callbacks=[SlowDisk(3600)], **options)
     assert "because of rank 0 as it seems" in told
     assert re.search(r"rank 0: in fit at step 16 .*, writing a checkpoint, for \d+ s", told), told
     assert "write_checkpoint" in told
-    fit("", callbacks=[SlowDisk(0.5)], **options)
+
+
+def a_disk_that_is_slow(folder):
+    fit("", callbacks=[SlowDisk(0.5)], enable_checkpointing=True, default_root_dir=folder)
 
 
 class FullDisk(Callback):
@@ -211,11 +218,11 @@ class FullDisk(Callback):
         time.sleep(1.2)
 
 
-def test_a_disk_that_is_full(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2)
+def a_disk_that_is_full(folder):
+    checkpoint = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2)
     with pytest.raises(CheckpointError, match="cannot write checkpoint .*step=4.ckpt: File too large"):
         fit("", callbacks=[checkpoint, FullDisk()], enable_checkpointing=True)
-    (file,) = (tmp_path / "checkpoints").iterdir()
+    (file,) = (folder / "checkpoints").iterdir()
     assert torch.load(file, weights_only=True)["global_step"] == 2
 
 
@@ -231,15 +238,33 @@ def without_a_starter(folder, what):
     return ended
 
 
-@pytest.mark.parametrize("report_seconds", [pytest.param(1.0, marks=pytest.mark.slow), 60.0])
-def test_ranks_without_a_starter_end_by_themselves(tmp_path, capfd, monkeypatch, report_seconds):
+def said_in(folder, job):
+    """The attempt, and what its ranks say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "attempt's words").open("w+") as words:
+        before = os.dup(2)
+        os.dup2(words.fileno(), 2)
+        try:
+            ended = job(folder / "attempt")
+        finally:
+            os.dup2(before, 2)
+        words.seek(0)
+        return ended, words.read()
+
+
+def ranks_without_a_starter_end_by_themselves(folder, report_seconds=60.0):
     """Rank 0 is ended by its watchdog, or by what its exchange says of a peer that is gone, where that is faster."""
-    monkeypatch.setattr(watch, "_REPORT_SECONDS", report_seconds)
-    assert without_a_starter(tmp_path / "hang", "loader").codes == [143, 1]
-    said = capfd.readouterr().err
+    watch._REPORT_SECONDS = report_seconds
+    ended, said = said_in(folder, lambda inner: without_a_starter(inner, "loader"))
+    assert ended.codes == [143, 1]
     assert said.count("because of rank 1 as it seems") == 1
     assert "rank 1: in fit at step 5" in said
     assert "in __getitem__" in said
+
+
+@pytest.mark.slow
+def test_ranks_without_a_starter_end_by_themselves_after_their_report(tmp_path):
+    side_by_side(partial(ranks_without_a_starter_end_by_themselves, tmp_path, 1.0))
 
 
 @pytest.mark.slow
@@ -261,14 +286,14 @@ class Dies(Callback):
             threading.Event().wait()
 
 
-def test_a_rank_that_dies_beside_one_that_notices_nothing(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 1.0)  # the other one would never end by itself
+def a_rank_that_dies_beside_one_that_notices_nothing(folder):
+    watch._GRACE_SECONDS = 1.0  # the other one would never end by itself
 
     def job(_armed):
         fit("", devices="auto", callbacks=[Dies()], strategy=DDP(timeout=20))
 
-    assert attempt(job, tmp_path).codes == [143, -signal.SIGKILL]
-    said = capfd.readouterr().err
+    ended, said = said_in(folder, partial(attempt, job))
+    assert ended.codes == [143, -signal.SIGKILL]
     assert "rank 0 is ended in fit at step 5" in said
     assert re.search(r"rank 1 has died; last seen in fit at step \d", said)
 
@@ -336,9 +361,8 @@ def test_a_rank_without_a_sign_of_life_is_named_by_another(tmp_path, capfd):
     assert "stack of rank 0:" in said
 
 
-def test_sigterm_while_a_rank_is_gone_ends_the_others_soon(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 1.0)
+def sigterm_while_a_rank_is_gone_ends_the_others_soon(folder):
+    watch.ANSWER_SECONDS = watch._GRACE_SECONDS = 1.0
 
     class Stuck(Classifier):
         def training_step(self, batch, batch_idx):
@@ -352,11 +376,29 @@ def test_sigterm_while_a_rank_is_gone_ends_the_others_soon(tmp_path, capfd, monk
         trainer.fit(Stuck(), loader(64, 2))
 
     began = time.monotonic()
-    assert attempt(job, tmp_path).codes == [143, 9]
+    ended, said = said_in(folder, partial(attempt, job))
+    assert ended.codes == [143, 9]
     assert time.monotonic() - began < IN_TIME
-    said = capfd.readouterr().err
     assert "rank 0 is ended in fit at step 5" in said
     assert "no answer from rank 1" in said
+
+
+WAITS = [
+    a_rank_that_raises_beside_one_that_notices_nothing,
+    a_rank_that_hangs,
+    a_rank_that_leaves_out_an_exchange,
+    a_disk_that_hangs_while_saving,
+    a_disk_that_is_slow,
+    a_disk_that_is_full,
+    ranks_without_a_starter_end_by_themselves,
+    a_rank_that_dies_beside_one_that_notices_nothing,
+    sigterm_while_a_rank_is_gone_ends_the_others_soon,
+]
+
+
+def test_those_that_wait(tmp_path):
+    """Side by side: most of them wait until somebody's patience is at its end."""
+    side_by_side(*(partial(one, tmp_path / one.__name__) for one in WAITS))
 
 
 class JumpingClock(Callback):

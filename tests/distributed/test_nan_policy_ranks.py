@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from fabricamp import Callback, NonFiniteError, OptLevel
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, side_by_side
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -64,15 +66,7 @@ def ends(strategy, parity):
     return found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "parity"),
-    [
-        ("ddp", 0),
-        ("delayed_ddp", 1),
-        *(pytest.param(strategy, None, marks=pytest.mark.slow) for strategy in ("ddp", "delayed_ddp")),
-    ],
-)
-def test_all_ranks_end_at_the_same_step_for_one_of_them(strategy, parity):
+def all_ranks_end_at_the_same_step_for_one_of_them(strategy, parity=None):
     first, second = run_ranks(ends, 2, strategy, parity)
     assert len(first) == (12 if parity is not None else 24)
     for (step, said, weights), (other_step, other_said, other_weights) in zip(first, second, strict=True):
@@ -82,3 +76,15 @@ def test_all_ranks_end_at_the_same_step_for_one_of_them(strategy, parity):
         assert "not finite at step 3" in said
         assert torch.isfinite(weights).all()
         assert torch.equal(weights, other_weights)
+
+
+def test_all_ranks_end_at_the_same_step_for_one_of_them():
+    # Each end takes a while in which nobody does anything.
+    cases = (("ddp", 0), ("delayed_ddp", 1))
+    side_by_side(*(partial(all_ranks_end_at_the_same_step_for_one_of_them, *case) for case in cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+def test_all_ranks_end_at_the_same_step_in_every_case(strategy):
+    all_ranks_end_at_the_same_step_for_one_of_them(strategy)

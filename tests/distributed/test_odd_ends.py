@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp.errors import DistributedError
 from fabricamp.strategies import DDP
+from tests.distributed.ranks import side_by_side
 from tests.distributed.scripts import end, finish, start
 from tests.kill.attempts import import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
@@ -83,9 +85,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("what", list(TOLD))
-def test_it_is_named(what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def check(what):
     began = time.monotonic()
     with pytest.raises(DistributedError) as caught:
         train(what, devices=2, start_method="fork")
@@ -95,6 +95,10 @@ def test_it_is_named(what, tmp_path, monkeypatch):
     assert "takes too much memory" not in told
     # The patience, and what a busy machine takes; the starter would wait for 30 seconds more.
     assert time.monotonic() - began < SECONDS + 12
+
+
+def test_each_is_named():
+    side_by_side(*(partial(check, what) for what in TOLD))
 
 
 SCRIPT = """

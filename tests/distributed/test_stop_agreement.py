@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fabricamp.errors import DistributedError
 from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
 from fabricamp.watchdog import StopAgreement, Watchdog, interrupts
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, side_by_side
 
 
 class Several(Strategy):
@@ -120,13 +121,16 @@ def rounds(number):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_stop_at_the_same_micro_batch(world_size):
+def all_stop_at_the_same_micro_batch(world_size):
     everyone = run_ranks(rounds, world_size, 30)
     assert all(seen == everyone[0] for seen in everyone)
     assert sum(stopped for _, _, stopped, _ in everyone[0]) >= 8
     assert sum(in_validation for _, in_validation, _, _ in everyone[0]) >= 2
     assert everyone[0][0][1:] == (False, False, "")  # nobody asked
+
+
+def test_two_and_three_stop_at_the_same_micro_batch():
+    side_by_side(*(partial(all_stop_at_the_same_micro_batch, world_size) for world_size in (2, 3)))
 
 
 def asked_between_batches():
