@@ -119,5 +119,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     half, tf32, full = found
     if dtype is torch.float32:
-        return 1e12 * (full if torch.get_float32_matmul_precision() == "highest" else tf32)
+        return 1e12 * (tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else full)
     return 1e12 * half

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fabricamp.arguments.checks import check_number
 from fabricamp.callbacks._pace import Pace, peak_flops, percentile
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.device_stats_monitor import is_due
@@ -56,10 +57,7 @@ class ThroughputMonitor(Callback):
         separator: str = "/",
         available_flops: float | None = None,
     ) -> None:
-        if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
-            raise ConfigError(
-                f"ThroughputMonitor(window_size={window_size!r}) is not allowed; give a whole number from 1"
-            )
+        check_number("ThroughputMonitor: window_size", window_size, least=1)
         self.batch_size_fn = batch_size_fn or _length
         self.length_fn = length_fn
         self.window_size = window_size

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabricamp.arguments.checks import check_count, check_number
 from fabricamp.containers import CONTAINERS, tensors_within, with_parts
 from fabricamp.data.orders import SeededOrder
 from fabricamp.data.samplers import EvalSampler, TrainSampler
@@ -55,12 +56,10 @@ class ResidentLoader(NamesKeywords):
     ) -> None:
         data = tensors[0] if len(tensors) == 1 else tensors
         with_parts([data], _checked)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"ResidentLoader: batch_size={batch_size!r} is not allowed; give a whole number from 1")
+        check_number("ResidentLoader: batch_size", batch_size, least=1)
+        check_count("ResidentLoader: seed", seed, least=0, optional=True)
         if transform is not None and not callable(transform):
             raise ConfigError(f"ResidentLoader: transform={transform!r} is no function; give one that takes a batch")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ConfigError(f"ResidentLoader: seed={seed!r} is not allowed; give a whole number from 0, or None")
         self.batch_size = batch_size
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)

@@ -52,6 +52,8 @@ class Notices:
         trainer, settings = self._trainer, self._session.settings
         parts = f"strategy {self._session.strategy.name}, precision {self._session.precision.name}"
         yield f"{_machine(trainer)}, {parts}"
+        if settings.performance is not None:
+            yield settings.performance.line
         if settings.fast_dev_run:
             batches = "1 batch" if settings.fast_dev_run == 1 else f"{settings.fast_dev_run} batches"
             yield f"fast_dev_run: {batches} of each loader, without logs and checkpoints"

@@ -139,6 +139,7 @@ class Runner:
             reported(self.trainer, fn, module),
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
             self._anomalies(),
+            self._performance(),
             # Before there are loader workers: these then leave Ctrl-C to this process.
             interrupts(session.agreement),
             giving_back(self.trainer, session),
@@ -210,6 +211,9 @@ class Runner:
 
     def _anomalies(self) -> Any:
         return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
+
+    def _performance(self) -> Any:
+        return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
 
 
 def _is_datamodule(value: object) -> bool:

@@ -42,6 +42,7 @@ from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.performance import give_back
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
@@ -89,6 +90,7 @@ class Session:
         self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
         self._synchronised: list[nn.Module] = []
+        self._channels_last: list[nn.Parameter] = []
         self.graph: GraphUpdate | None = None
         self._stream: SideStream | None = None
         self.predicted: PredictionRecord | None = None
@@ -115,6 +117,8 @@ class Session:
         if ckpt_path is not None:
             self._load(ckpt_path)
         self.module.to(self.strategy.device)
+        if self.settings.performance is not None:
+            self._channels_last = self.settings.performance.convert(self.module)
         # Before any masters are taken: these have to be the same on every rank too.
         self.strategy.share_module(self.module)
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
@@ -390,6 +394,7 @@ class Session:
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
         self.moments.end()
         self.conversion.undo()
+        give_back(self._channels_last)
         revert_syncbn_model(self.module, self._synchronised)
         if not failed:
             self.metrics.close()

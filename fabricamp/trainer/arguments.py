@@ -17,6 +17,7 @@ from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice
+from fabricamp.performance import Performance, as_performance, check_performance
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
 
@@ -65,6 +66,7 @@ class Settings:
     default_root_dir: str
     start_method: str
     cuda_graph: CudaGraph | None
+    performance: Performance | None
 
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -88,6 +90,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
         settings.num_sanity_val_steps = math.inf
     if settings.overfit_batches:
         settings.limit_train_batches = settings.limit_val_batches = settings.overfit_batches
+    check_performance(settings.performance, settings.benchmark, settings.deterministic)
     _check_order("epochs", settings.min_epochs, settings.max_epochs)
     _check_order("steps", settings.min_steps, settings.max_steps)
     if settings.fast_dev_run:
@@ -202,6 +205,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "enable_autolog_hparams": check_flag,
     "reload_dataloaders_every_n_epochs": _FROM_0,
     "prefetch_batches": check_prefetch,
+    "performance": as_performance,
     "default_root_dir": _folder,
     "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),
 }

@@ -97,6 +97,7 @@ class Trainer(TrainerProperties):
         reload_dataloaders_every_n_epochs: asks for the loaders anew in each so many-th epoch; 0 asks once.
         enable_autolog_hparams: gives loggers what ``save_hyperparameters`` has kept.
         barebones: leaves out what is not training: logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
+        performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -155,6 +156,7 @@ class Trainer(TrainerProperties):
         reload_dataloaders_every_n_epochs: int | None = 0,
         enable_autolog_hparams: bool | None = True,
         barebones: bool | None = False,
+        performance: str | dict[str, Any] | None = None,
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:

@@ -52,6 +52,7 @@ WRONG = {
     "detect_anomaly": ["yes"],
     "use_distributed_sampler": [2],
     "per_sample_seed": [1],
+    "performance": ["maximum", 3, {"tf23": True}, {"tf32": 1}, {"matmul_precision": "low"}, {"matmul_precision": True}],
     "prefetch_batches": [-1, 3, True, "1"],
     "sync_batchnorm": ["yes"],
     "inference_mode": [0],
