@@ -12,8 +12,6 @@ from typing import Final
 
 from fabricamp.errors import ConfigError
 
-__all__ = ["install", "share_with_children"]
-
 _HOME: Final = "fabricamp.apex"
 _FOLDER: Final = Path(__file__).parent
 _EXTENSIONS: Final = _FOLDER / "_extensions"
@@ -58,9 +56,8 @@ def _name_classes(name: str) -> None:
     """Lets the classes of a public module say the name that scripts know it by."""
     if any(part.startswith("_") for part in name.split(".")):
         return
-    module = sys.modules[name]
-    for value in [getattr(module, one) for one in getattr(module, "__all__", ()) if one in vars(module)]:
-        if isinstance(value, type) and value.__module__ == name:
+    for value in vars(sys.modules[name]).values():
+        if isinstance(value, type) and value.__module__ == name and not value.__name__.startswith("_"):
             value.__module__ = name.removeprefix("fabricamp.")
 
 

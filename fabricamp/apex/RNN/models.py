@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
 
-__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
-
 State = tuple[Tensor, Tensor]
 Network = TypeVar("Network", bound=nn.RNNBase)
 

@@ -11,39 +11,15 @@ import torch
 from torch import Tensor
 
 from fabricamp import ops
-from fabricamp.apex._multi_tensor.lamb import (
-    multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-)
+from fabricamp.apex._multi_tensor.lamb import multi_tensor_lamb as multi_tensor_lamb
+from fabricamp.apex._multi_tensor.lamb import multi_tensor_lamb_mp as multi_tensor_lamb_mp
+from fabricamp.apex._multi_tensor.lamb import multi_tensor_lamb_stage1_cuda as multi_tensor_lamb_stage1_cuda
+from fabricamp.apex._multi_tensor.lamb import multi_tensor_lamb_stage2_cuda as multi_tensor_lamb_stage2_cuda
 from fabricamp.apex._multi_tensor.lists import checked, flag_where_not_finite, in_fp32, numbers, verdict
-from fabricamp.apex._multi_tensor.norms import (
-    multi_tensor_l2norm,
-    multi_tensor_l2norm_mp,
-    multi_tensor_l2norm_scale,
-    multi_tensor_unscale_l2norm,
-)
-
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
+from fabricamp.apex._multi_tensor.norms import multi_tensor_l2norm as multi_tensor_l2norm
+from fabricamp.apex._multi_tensor.norms import multi_tensor_l2norm_mp as multi_tensor_l2norm_mp
+from fabricamp.apex._multi_tensor.norms import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
+from fabricamp.apex._multi_tensor.norms import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
 
 
 @torch.no_grad()

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, cat
 
-__all__ = ["flatten", "unflatten"]
-
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a 1-dim tensor with the elements of ``tensors``, which have one dtype, in order."""

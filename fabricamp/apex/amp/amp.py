@@ -14,23 +14,15 @@ from fabricamp.apex.amp.wrap import BannedError
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision import autocast
-from fabricamp.precision.autocast import float_function, half_function, promote_function
+from fabricamp.precision.autocast import float_function as float_function
+from fabricamp.precision.autocast import half_function as half_function
+from fabricamp.precision.autocast import promote_function as promote_function
 from fabricamp.precision.opt_levels import LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fabricamp.apex.amp.handle import AmpHandle
-
-__all__ = [
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
 
 
 class _Registered(NamedTuple):

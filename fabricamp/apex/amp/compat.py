@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_floating_point", "is_tensor_like", "scalar_python_val"]
-
 
 def is_tensor_like(x: Any) -> bool:
     """Returns whether ``x`` is a tensor."""

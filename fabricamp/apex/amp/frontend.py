@@ -13,21 +13,6 @@ from fabricamp.apex.amp._initialize import AmpTypeError, as_list, begin, release
 from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.precision.opt_levels import LEVELS, resolve
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "O4",
-    "O5",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "shutdown",
-    "state_dict",
-]
-
 _UNSET: Final = {
     "enabled": False,
     "opt_level": None,

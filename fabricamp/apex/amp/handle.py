@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fabricamp.apex.amp.opt import OptimWrapper
     from fabricamp.apex.amp.scaler import LossScaler
 
-__all__ = ["AmpHandle", "NoOpHandle", "backward_pass", "disable_casts", "scale_loss"]
 
 logger = logging.getLogger("fabricamp")
 

@@ -13,8 +13,6 @@ from fabricamp.apex.amp._process_optimizer import process_optimizer
 from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle, backward_pass
 from fabricamp.apex.amp.scaler import LossScaler
 
-__all__ = ["OptimWrapper"]
-
 
 class OptimWrapper:
     """An optimizer with a scale for each of ``num_loss`` losses, which come in the same order in every step."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["has_old_rnns"]
-
 
 def has_old_rnns() -> bool:
     """Returns whether torch's recurrent layers are those of before 1.0: no."""

@@ -14,8 +14,6 @@ from fabricamp.apex.amp._amp_state import maybe_print
 from fabricamp.precision import loss_scaler as device_scaler
 from fabricamp.precision.gradients import values_of
 
-__all__ = ["LossScaler", "by_device"]
-
 _FLOOR: Final = 2.0**-14
 """Where a scale stops falling that was given no minimum: apex's went on to zero, and then divided by it."""
 

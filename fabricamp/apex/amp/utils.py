@@ -9,8 +9,6 @@ import torch
 from fabricamp.apex.amp._amp_state import _amp_state
 from fabricamp.precision.casting import cast_tensors
 
-__all__ = ["cast_to_model_type", "casted_args", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "type_string"]
-
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -12,16 +12,6 @@ from fabricamp.apex.amp.compat import is_floating_point
 from fabricamp.errors import ConfigError
 from fabricamp.precision.autocast import float_function, half_function, promote_function
 
-__all__ = [
-    "BannedError",
-    "cached_cast",
-    "err_if_any_half",
-    "err_if_arg0_half",
-    "make_cast_wrapper",
-    "promote",
-    "promote_match_arg0",
-]
-
 
 class BannedError(ConfigError, NotImplementedError):
     """A function that is not safe on half values."""

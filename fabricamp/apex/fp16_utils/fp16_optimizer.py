@@ -22,8 +22,6 @@ from fabricamp.precision.blame import Blame
 from fabricamp.precision.gradients import Binding, pair
 from fabricamp.precision.master_weights import round_to
 
-__all__ = ["FP16_Optimizer"]
-
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
     """``init_optimizer`` over fp32 masters of the half weights that it was built with; call ``backward(loss)`` on this.

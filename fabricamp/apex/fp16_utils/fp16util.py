@@ -13,20 +13,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.precision.casting import cast_floating, own_tensors
 from fabricamp.torch_private import AnyBatchNorm
 
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
-
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 

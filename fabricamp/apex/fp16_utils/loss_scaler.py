@@ -11,8 +11,6 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.precision.gradients import values_of
 
-__all__ = ["DynamicLossScaler", "LossScaler"]
-
 
 class LossScaler:
     """A scale that stays."""

@@ -7,14 +7,6 @@ from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
 
-__all__ = [
-    "FusedDense",
-    "FusedDenseGeluDense",
-    "dense_no_bias_function",
-    "fused_dense_function",
-    "fused_dense_gelu_dense_function",
-]
-
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: A002  # apex's name
     """Returns ``input @ weight.T + bias``."""

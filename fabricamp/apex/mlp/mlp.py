@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
 from fabricamp.errors import ConfigError, nearest
 
-__all__ = ["MLP", "MlpFunction", "mlp_function"]
-
 _ACTIVATIONS: Final = ("none", "relu", "sigmoid")
 
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MultiTensorApply"]
-
 
 class MultiTensorApply:
     """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``; always available, since nothing has to be compiled.

@@ -1,10 +1,6 @@
 """apex's LayerNorm and RMSNorm."""
 
-from fabricamp.apex.normalization.fused_layer_norm import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
-)
-
-__all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+from fabricamp.apex.normalization.fused_layer_norm import FusedLayerNorm as FusedLayerNorm
+from fabricamp.apex.normalization.fused_layer_norm import FusedRMSNorm as FusedRMSNorm
+from fabricamp.apex.normalization.fused_layer_norm import MixedFusedLayerNorm as MixedFusedLayerNorm
+from fabricamp.apex.normalization.fused_layer_norm import MixedFusedRMSNorm as MixedFusedRMSNorm

@@ -1,44 +1,101 @@
-"""The norms of apex as functions, and by the names of its autograd functions."""
+"""The norms of apex: its names, its order of arguments, its defaults; as functions, modules and autograd functions."""
 
 from __future__ import annotations
 
-from fabricamp.apex._norm_function import NormFunction
-from fabricamp.apex.normalization._functions import (
-    fused_layer_norm,
-    fused_layer_norm_affine,
-    fused_rms_norm,
-    fused_rms_norm_affine,
-    manual_rms_norm,
-    mixed_dtype_fused_layer_norm_affine,
-    mixed_dtype_fused_rms_norm_affine,
-)
-from fabricamp.nn import norms
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-    "supports_custom_op",
-]
+from fabricamp.apex._norm_function import NormFunction
+from fabricamp.nn import norms
+from fabricamp.ops.norm.normalization import layer_norm, rms_norm, rms_norm_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 
 def supports_custom_op() -> bool:
     """Returns True: the norms are operations that torch.compile knows."""
     return True
+
+
+def fused_layer_norm_affine(
+    input: Tensor,  # noqa: A002  # apex's names and order
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the LayerNorm of ``input`` in its own dtype."""
+    return layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
+
+
+def fused_layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the LayerNorm of ``input`` in its own dtype, without parameters."""
+    return layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the LayerNorm of ``input`` in the dtype of ``weight``."""
+    dtype = weight.dtype
+    return layer_norm(input, normalized_shape, weight, bias, eps, dtype=dtype, memory_efficient=memory_efficient)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the RMSNorm of ``input`` in its own dtype."""
+    return rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
+
+
+def fused_rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the RMSNorm of ``input`` in its own dtype, without parameters."""
+    return rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the RMSNorm of ``input`` in the dtype of ``weight``."""
+    dtype = weight.dtype
+    return rms_norm(input, normalized_shape, weight, eps, dtype=dtype, memory_efficient=memory_efficient)
+
+
+def manual_rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Returns the RMSNorm of ``input`` by torch's own operations; half weights give an output of their dtype."""
+    dtype = input.dtype if weight is None else weight.dtype
+    return rms_norm_reference(input, normalized_shape, weight, eps, dtype=dtype)
 
 
 class FusedLayerNorm(norms.FusedLayerNorm):

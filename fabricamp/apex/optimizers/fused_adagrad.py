@@ -4,8 +4,6 @@ from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import OverflowBuffer
 
-__all__ = ["FusedAdagrad"]
-
 
 class FusedAdagrad(OverflowBuffer, optimizers.FusedAdagrad):
     """:class:`fabricamp.optimizers.FusedAdagrad` with the attributes that scripts read."""

@@ -10,8 +10,6 @@ from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import StepInGroup
 from fabricamp.optimizers import FusedOptimizer, UnsupportedError
 
-__all__ = ["FusedAdam"]
-
 
 class FusedAdam(StepInGroup, optimizers.FusedAdam):
     """:class:`fabricamp.optimizers.FusedAdam` with apex's layout.

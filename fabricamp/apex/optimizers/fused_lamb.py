@@ -4,8 +4,6 @@ from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import StepInGroup
 
-__all__ = ["FusedLAMB"]
-
 
 class FusedLAMB(StepInGroup, optimizers.FusedLAMB):
     """:class:`fabricamp.optimizers.FusedLAMB` with apex's layout."""

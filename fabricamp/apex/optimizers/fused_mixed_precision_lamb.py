@@ -2,8 +2,6 @@
 
 from fabricamp import optimizers
 
-__all__ = ["FusedMixedPrecisionLamb"]
-
 
 class FusedMixedPrecisionLamb(optimizers.FusedMixedPrecisionLamb):
     """:class:`fabricamp.optimizers.FusedMixedPrecisionLamb` by apex's name."""

@@ -10,8 +10,6 @@ from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import StepInGroup
 
-__all__ = ["FusedNovoGrad"]
-
 
 class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
     """:class:`fabricamp.optimizers.FusedNovoGrad` with apex's layout.

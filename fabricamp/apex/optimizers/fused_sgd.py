@@ -4,8 +4,6 @@ from fabricamp import optimizers
 from fabricamp.apex._extensions import amp_C
 from fabricamp.apex.optimizers._layout import OverflowBuffer
 
-__all__ = ["FusedSGD"]
-
 
 class FusedSGD(OverflowBuffer, optimizers.FusedSGD):
     """:class:`fabricamp.optimizers.FusedSGD` with the attributes that scripts read."""

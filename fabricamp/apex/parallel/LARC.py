@@ -2,8 +2,6 @@
 
 from fabricamp import optimizers
 
-__all__ = ["LARC"]
-
 
 class LARC(optimizers.LARC):
     """:class:`fabricamp.optimizers.LARC` by apex's name."""

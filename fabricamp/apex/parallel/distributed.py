@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fabricamp.apex._extensions.apex_C import flatten, unflatten
+from fabricamp.apex._extensions.apex_C import flatten as flatten
+from fabricamp.apex._extensions.apex_C import unflatten as unflatten
 from fabricamp.apex._full_values import share_full_values
-from fabricamp.apex.parallel._flat_calls import (
-    apply_flat_dist_call,
-    extract_tensors,
-    flat_dist_call,
-    import_flatten_impl,
-    split_by_type,
-    split_half_float_double,
-)
+from fabricamp.apex.parallel._flat_calls import apply_flat_dist_call as apply_flat_dist_call
+from fabricamp.apex.parallel._flat_calls import extract_tensors as extract_tensors
+from fabricamp.apex.parallel._flat_calls import flat_dist_call as flat_dist_call
+from fabricamp.apex.parallel._flat_calls import import_flatten_impl as import_flatten_impl
+from fabricamp.apex.parallel._flat_calls import split_by_type as split_by_type
+from fabricamp.apex.parallel._flat_calls import split_half_float_double as split_half_float_double
 from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
 from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError, nearest
@@ -43,20 +42,6 @@ from fabricamp.strategies.exchange_options import (
 from fabricamp.strategies.overlapped import Lane, Overlap, lanes_for
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.torch_private import call_at_end_of_backward, current_backward
-
-__all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "apply_flat_dist_call",
-    "extract_tensors",
-    "flat_dist_call",
-    "flatten",
-    "import_flatten_impl",
-    "split_by_type",
-    "split_half_float_double",
-    "unflatten",
-    "wrappers_of",
-]
 
 _WITHOUT_MEANING: Final = (
     "device_ids",

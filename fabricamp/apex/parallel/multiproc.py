@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``script --args --world-size N --rank i`` in N processes, and returns the first exit code that is not 0.

@@ -2,8 +2,6 @@
 
 from fabricamp import nn
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """:class:`fabricamp.nn.SyncBatchNorm` by apex's name."""

@@ -11,16 +11,6 @@ from typing import Any, Final
 
 from fabricamp.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
-__all__ = [
-    "beside_autocast",
-    "changed",
-    "describe",
-    "functional_overrides",
-    "in_place",
-    "tensor_overrides",
-    "torch_overrides",
-]
-
 _RULES = {"FP16_FUNCS": "half", "FP32_FUNCS": "float", "CASTS": "promote"}
 _MODULES = (torch_overrides, functional_overrides, tensor_overrides)
 _AS_SHIPPED = {

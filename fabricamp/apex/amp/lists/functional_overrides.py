@@ -2,8 +2,6 @@
 
 from torch.nn import functional
 
-__all__ = ["BANNED_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
-
 MODULE = functional
 
 FP16_FUNCS = [

@@ -6,8 +6,6 @@ import torch
 
 from fabricamp.apex.amp.lists import torch_overrides
 
-__all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
-
 MODULE = torch.Tensor
 
 

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
-
 MODULE = torch
 
 FP16_FUNCS = [

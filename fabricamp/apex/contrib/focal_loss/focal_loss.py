@@ -2,8 +2,6 @@
 
 from fabricamp.ops import focal_loss
 
-__all__ = ["FocalLoss", "focal_loss"]
-
 
 class FocalLoss:
     """``FocalLoss.apply(...)``, with the arguments of :func:`focal_loss`."""

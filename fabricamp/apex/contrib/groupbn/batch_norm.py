@@ -7,8 +7,6 @@ from torch.distributed import ProcessGroup
 
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
 
-__all__ = ["BatchNorm2d_NHWC"]
-
 
 class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  # apex's name
     """BatchNorm of (N, H, W, C) over groups of ``bn_group`` ranks; a call's ``z`` is added, ``fuse_relu`` cuts at 0.

@@ -11,8 +11,6 @@ from fabricamp.ops import layer_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FastLayerNorm", "FastLayerNormFN"]
-
 
 def _normalise(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
     return layer_norm(x, gamma.shape, gamma, beta, epsilon, memory_efficient=memory_efficient)

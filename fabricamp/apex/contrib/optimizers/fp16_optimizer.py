@@ -6,8 +6,6 @@ from typing import Any
 
 from fabricamp.apex import fp16_utils
 
-__all__ = ["FP16_Optimizer"]
-
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801  # apex's name
     """:class:`fabricamp.apex.fp16_utils.FP16_Optimizer`, around any optimizer; gradients are forgotten, not zeroed."""

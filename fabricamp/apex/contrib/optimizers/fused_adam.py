@@ -14,8 +14,6 @@ from fabricamp.optimizers import FusedAdam as Adam
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
 
-__all__ = ["FusedAdam"]
-
 
 class FusedAdam(StepInGroup, Adam):
     """Adam with decoupled weight decay; ``max_grad_norm`` (0: no limit) clips by the norms that ``step`` is given.

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from fabricamp.apex.contrib.sparsity.sparse_masklib import create_mask
 from fabricamp.errors import ConfigError
 
-__all__ = ["ASP"]
-
 _KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 _ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight")
 

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError, nearest
 
-__all__ = ["create_mask"]
-
 _PATTERN: Final = "m4n2_1d"
 
 

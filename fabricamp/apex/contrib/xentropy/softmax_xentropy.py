@@ -9,8 +9,6 @@ from fabricamp.ops import fused_cross_entropy
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
-
 
 class SoftmaxCrossEntropyLoss:
     """``SoftmaxCrossEntropyLoss.apply(logits, labels)``: one loss a row.
