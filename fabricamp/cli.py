@@ -103,14 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fabricamp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, summary in RUNS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=_examples_of(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        command = _add_command(commands, name, summary, epilog=_examples_of(name))
         command.add_argument("config", type=Path, help="the YAML file")
         command.add_argument(
             "overrides",
@@ -123,21 +116,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(commands)
     _add_verify(commands)
     _add_export(commands)
-    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
-    doctor = commands.add_parser(
-        "doctor", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
-    )
-    doctor.add_argument(
-        "--measure",
-        action="store_true",
-        help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
+    _add_doctor(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, about: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
+        allow_abbrev=False,
     )
     return parser
 
 
+def _add_doctor(commands: Any) -> None:
+    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
+    _add_command(commands, "doctor", about).add_argument(
+        "--measure",
+        action="store_true",
+        help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
+    )
+
+
 def _add_plot(commands: Any) -> None:
     about = "draw what runs logged: losses, learning rate, loss scale and skipped steps, gradient norm, throughput"
-    plot = commands.add_parser("plot", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    plot = _add_command(commands, "plot", about)
     plot.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or a CSV or event file in it")
     plot.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too (needs matplotlib)")
     plot.add_argument(
@@ -150,7 +156,7 @@ def _add_plot(commands: Any) -> None:
 
 def _add_runs(commands: Any) -> None:
     about = "list the runs below a folder: when they began, steps, best values, and how they ended"
-    runs = commands.add_parser("runs", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    runs = _add_command(commands, "runs", about)
     runs.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="the current one by default")
 
 
@@ -165,9 +171,7 @@ def _add_verify(commands: Any) -> None:
     about = (
         "run a script twice, straight, and killed and resumed, and say whether the bits are equal or where they part"
     )
-    verify = commands.add_parser(
-        "verify", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
-    )
+    verify = _add_command(commands, "verify", about)
     verify.add_argument("--batches", type=int, default=20, help="of its first fit, which ends there; 20 by default")
     verify.add_argument("script", type=Path, help="the Python script that calls Trainer.fit")
     verify.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -184,9 +188,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _add_export(commands: Any) -> None:
     about = "write the weights of a checkpoint (.pt, .safetensors), or the module with them (.pt2, .onnx)"
-    export = commands.add_parser(
-        "export", help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
-    )
+    export = _add_command(commands, "export", about)
     export.add_argument("checkpoint", help="a Trainer's file, of any opt level")
     export.add_argument("--to", required=True, metavar="FILE", help="its suffix decides the format")
     export.add_argument("--dtype", metavar="NAME", help="fp32, fp16, bf16 or fp64; by default what was trained")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.update import Update
+    from fabricamp.hooks import Calls
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -67,37 +68,47 @@ class FitLoop:
             self._take_up()
         self.parts.agreement.begin()
         while self._goes_on() and not self._is_cut():
-            state.scope = Scope.TRAIN_EPOCH
-            self.parts.renew(self.parts)
-            set_epoch(self.parts.loader, state.epoch)
-            before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
-            call_all(epoch_start)
-            if before is not None:  # the epoch goes on: what they count of it is counted
-                before.restore()
-            self._follow_freezing()
-            self.update.schedules.sort()
+            self._open_epoch(epoch_start)
             whole = self._catch_up()
             complete = self._run_epoch() if whole is None else whole
             if state.cut:
                 break
             if not complete:
                 self.parts.moments.note_cut()
-            state.scope = Scope.TRAIN_EPOCH
-            self.metrics.reduce_train_epoch(state.global_step)
-            call_all(epoch_end)
-            self.metrics.end_train_epoch(state.global_step)
-            if complete:
-                self.update.schedules.end_epoch_monitored(self.state.epoch)
-            state.epoch_ended, state.closed_at = complete, state.batches_done
-            state.scope = Scope.NOWHERE  # what is logged now would be in no epoch
-            call_all(monitors)
-            if complete:
-                state.epoch += 1
-                state.batch_idx = 0
-            state.epoch_ended = False
+            self._close_epoch(complete, epoch_end, monitors)
         state.scope = Scope.NOWHERE
         if not state.interrupted:  # else the run that goes on delivers what is under way, where this one would have
             self._deliver()
+
+    def _open_epoch(self, hooks: Calls) -> None:
+        """What comes before the first batch of an epoch, or before the next one of an epoch that goes on."""
+        state = self.state
+        state.scope = Scope.TRAIN_EPOCH
+        self.parts.renew(self.parts)
+        set_epoch(self.parts.loader, state.epoch)
+        before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
+        call_all(hooks)
+        if before is not None:  # the epoch goes on: what they count of it is counted
+            before.restore()
+        self._follow_freezing()
+        self.update.schedules.sort()
+
+    def _close_epoch(self, complete: bool, hooks: Calls, monitors: Calls) -> None:
+        """What comes behind the last batch of an epoch; only a complete one counts."""
+        state = self.state
+        state.scope = Scope.TRAIN_EPOCH
+        self.metrics.reduce_train_epoch(state.global_step)
+        call_all(hooks)
+        self.metrics.end_train_epoch(state.global_step)
+        if complete:
+            self.update.schedules.end_epoch_monitored(state.epoch)
+        state.epoch_ended, state.closed_at = complete, state.batches_done
+        state.scope = Scope.NOWHERE  # what is logged now would be in no epoch
+        call_all(monitors)
+        if complete:
+            state.epoch += 1
+            state.batch_idx = 0
+        state.epoch_ended = False
 
     def _deliver(self) -> None:
         """Acts on the outcomes and values of the last steps, which are under way yet."""
@@ -165,15 +176,11 @@ class FitLoop:
             state.batch, last = batch, feed.last
             if starts and self._skips(batch, batch_idx):
                 last = True
-                self.parts.meet_at_end_of_data(batch_idx + 1)
-                update.drop_window()
-                update.end_epoch()
+                self._end_data(batch_idx + 1, skipped=True)
                 break
             outputs = run_batch(batch, batch_idx, last)
             if last:
-                feed.finish()
-                self.parts.meet_at_end_of_data(batch_idx + 1)
-                update.end_epoch()
+                self._end_data(batch_idx + 1)
             # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
@@ -196,6 +203,15 @@ class FitLoop:
         self._check_fed(trained=began or not last or first == state.batch_idx > 0)
         state.batch = state.batches = None
         return last
+
+    def _end_data(self, batches: int, *, skipped: bool = False) -> None:
+        """Once an epoch, at its last batch, or before the one that a hook ``skipped`` with the rest of the epoch."""
+        if not skipped:
+            self.parts.feed.finish()
+        self.parts.meet_at_end_of_data(batches)
+        if skipped:
+            self.update.drop_window()
+        self.update.end_epoch()
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
         """Runs every hook before the batch; returns whether one of them answered -1: skip the rest of the epoch."""
