@@ -15,6 +15,8 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fabricamp.data import Feed
+
 PEAKS = {
     "B200": (2250.0, 1125.0, 75.0),
     "H200": (989.4, 494.7, 66.9),
@@ -51,9 +53,15 @@ class Pace:
     def __init__(self, device: torch.device, window: int) -> None:
         self.steps: deque[Step] = deque(maxlen=window)
         self._device = device
-        self._reading = 0.0
+        self._feed: Feed | None = None
         self._counts = (0, 0, 0)
         self.begin()
+
+    def follow(self, feed: Feed) -> None:
+        """Looks at how long batches of ``feed`` are waited for, once for each."""
+        if feed is not self._feed:
+            self._feed = feed
+            feed.watch(self.reading)
 
     def begin(self) -> None:
         """The next step begins here."""

@@ -75,12 +75,16 @@ class ThroughputMonitor(Callback):
             raise ConfigError("ThroughputMonitor needs a logger: Trainer(logger=True), or leave the callback out")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at the clock, and from here on at the reading of batches."""
+        """Looks at the clock."""
         self._step, self._pace = trainer.global_step, None
         self.flops_per_batch = getattr(pl_module, "flops_per_batch", None)
         if trainer.is_global_zero:
             self._pace = Pace(trainer.strategy.device, self.window_size)
-            trainer.train_feed.watch(self._pace.reading)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Looks at the reading of batches from here on; an epoch may have a loader of its own."""
+        if self._pace is not None:
+            self._pace.follow(trainer.train_feed)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Begins to count FLOPs, in the first batch."""

@@ -1,10 +1,14 @@
-"""One run a logger for all ranks: rank 0 chooses it."""
+"""What loggers are told before a run: which one it is for all ranks, and the hyper-parameters."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.checkpoint import check_content, plain
+from fabricamp.hyperparameters import Kept, kept_by
 
 if TYPE_CHECKING:
+    from fabricamp.engine.session import Session
     from fabricamp.trainer.trainer import Trainer
 
 
@@ -15,3 +19,22 @@ def join_loggers(trainer: Trainer) -> None:
         one.join(identity)
     found = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
     trainer.log_dir = trainer.strategy.broadcast(found or trainer.default_root_dir)
+
+
+def kept_of(session: Session) -> list[tuple[str, Kept]]:
+    """The hyper-parameters of data and module, where they have some, with the names of their classes."""
+    owners = [one for one in (session.source.datamodule, session.module) if one is not None]
+    return [(type(one).__name__, kept) for one in owners if (kept := kept_by(one)).values]
+
+
+def log_hyperparams(session: Session) -> None:
+    """Tells the loggers, and raises for what no checkpoint could hold."""
+    logged: dict[str, Any] = {}
+    for owner, kept in kept_of(session):
+        written = plain(kept.values, private=kept.private)
+        # Before training, not at the first checkpoint.
+        check_content(written, f"hyper-parameters of {owner}")
+        if kept.logged:
+            logged |= written
+    if logged and session.settings.enable_autolog_hparams:
+        session.delivery.log_hyperparams(logged)

@@ -24,7 +24,7 @@ def renew(session: Session, parts: FitParts) -> None:
     if not session.data.renew():
         return
     session.forget_validation()
-    if session.data.train_loader is parts.loader:
+    if parts.feed is session.data.train_feed:  # loaders that were given
         return
     parts.loader, parts.feed = session.data.train_loader, train_feed(session)
     parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint import check_content, plain, read_together, write_checkpoint
+from fabricamp.checkpoint import read_together, write_checkpoint
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.stream import SideStream
-from fabricamp.engine.joining import join_loggers
+from fabricamp.engine.joining import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
 from fabricamp.engine.notices import Notices
@@ -35,7 +35,6 @@ from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update_choice import open_update
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
-from fabricamp.hyperparameters import Kept, kept_by
 from fabricamp.lightning.lending import attach
 from fabricamp.loggers.delivery import Delivery
 from fabricamp.metrics import Metrics
@@ -110,7 +109,7 @@ class Session:
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)
-        private = any(one.logged and one.private for _, one in self._kept())
+        private = any(one.logged and one.private for _, one in kept_of(self))
         for logger in self.trainer.loggers:
             # Before they write or take up a file; one that has shown such values shows them in a later run too.
             logger.private = logger.private or private
@@ -136,7 +135,7 @@ class Session:
             check_schedule_lengths(self.trainer, lengths)
             if ckpt_path is not None and self.trainer.loggers:
                 join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
-        self._log_hyperparams()
+        log_hyperparams(self)
         if self.fn is TrainerFn.FITTING:
             self.delivery.begin(self.module)
 
@@ -213,22 +212,6 @@ class Session:
             automatic=self.module.automatic_optimization,
             accumulates=self.settings.accumulate_grad_batches > 1 or sums,
         )
-
-    def _kept(self) -> list[tuple[str, Kept]]:
-        """The hyper-parameters of data and module, where they have some, with the names of their classes."""
-        owners = [one for one in (self.source.datamodule, self.module) if one is not None]
-        return [(type(one).__name__, kept) for one in owners if (kept := kept_by(one)).values]
-
-    def _log_hyperparams(self) -> None:
-        logged: dict[str, Any] = {}
-        for owner, kept in self._kept():
-            written = plain(kept.values, private=kept.private)
-            # Before training, not at the first checkpoint.
-            check_content(written, f"hyper-parameters of {owner}")
-            if kept.logged:
-                logged |= written
-        if logged and self.settings.enable_autolog_hparams:
-            self.delivery.log_hyperparams(logged)
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
 

@@ -110,9 +110,8 @@ class DataSource:
         return self._num_training_batches
 
     @property
-    def train_feed(self) -> Feed:
-        """The batches to train on, from before ``on_train_start`` on."""
-        assert self._train_feed is not None
+    def train_feed(self) -> Feed | None:
+        """The batches to train on; None until they are asked for, and where an epoch is to have others."""
         return self._train_feed
 
     @property

@@ -105,8 +105,10 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_feed(self) -> Feed:
-        """What brings batches to the steps of the running fit."""
-        return self._opened.data.train_feed
+        """What brings batches to the steps of the running fit, from ``on_train_start`` on."""
+        feed = self._opened.data.train_feed
+        assert feed is not None
+        return feed
 
     @property
     def record(self) -> Record:

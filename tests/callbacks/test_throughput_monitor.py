@@ -81,7 +81,8 @@ def test_every_value(monkeypatch):
     assert rows[1][1]["train/device/samples_per_sec"] == 36 / 17
 
 
-def test_waiting_for_data_and_validation(monkeypatch):
+@pytest.mark.parametrize("renewed", [0, 1])
+def test_waiting_for_data_and_validation(renewed, monkeypatch):
     clock = Clock(monkeypatch)
     batches = type("Slow", (), {"__iter__": lambda _: clock.batches(3.0), "__len__": lambda _: 12})()
     rows = fit(
@@ -90,13 +91,27 @@ def test_waiting_for_data_and_validation(monkeypatch):
         batches,
         loader(8),
         val_check_interval=3,
+        reload_dataloaders_every_n_epochs=renewed,
+        max_epochs=2,
     )
+    assert len(rows) == 4
     for _, values in rows:
         assert values["train/data_share"] == 0.75
         assert values["train/step_ms_p99"] == 4e3
         assert values["train/device/samples_per_sec"] == 1.0
         assert "train/device/items_per_sec" not in values
         assert "train/device/mfu" not in values
+
+
+def test_a_loader_that_an_epoch_is_given_anew_is_looked_at_once(monkeypatch):
+    clock = Clock(monkeypatch)
+    batches = type("Slow", (), {"__iter__": lambda _: clock.batches(3.0), "__len__": lambda _: 12})()
+    module, last = passing(clock, [1.0]), []
+    module.train_dataloader = lambda: batches
+    module.on_train_batch_end = lambda *_: last.append(module.trainer.is_last_batch)
+    rows = fit(ThroughputMonitor(window_size=4), module, None, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    assert [values["train/data_share"] for _, values in rows] == [0.75] * 7
+    assert last == ([False] * 11 + [True]) * 3
 
 
 def test_a_step_has_the_micro_batches_of_its_window(monkeypatch):
