@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_bars_by_lightnings_names_take_its_arguments(bar, capsys):
 
 
 @pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
-def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog):
+def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog, monkeypatch):
     class Mine(getattr(fabricamp.callbacks, bar)):
         def get_metrics(self, trainer, pl_module):
             items = super().get_metrics(trainer, pl_module)
@@ -98,6 +99,7 @@ def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog):
 
         configure_columns = init_train_tqdm
 
+    monkeypatch.setattr(logging.getLogger("fabricamp"), "disabled", False)  # as a script with hydra in it leaves it
     versions = []
     logger = CSVLogger("logs", version="as-it-is")
     with caplog.at_level("WARNING", "fabricamp"):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.ema import EMA as EMA
     from fabricamp.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from fabricamp.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from fabricamp.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
     from fabricamp.callbacks.lambda_function import LambdaCallback as LambdaCallback
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from fabricamp.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
@@ -49,6 +52,7 @@ _FILES = {
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_function",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",

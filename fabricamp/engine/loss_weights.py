@@ -34,7 +34,7 @@ class LossWeights:
                 "gradients (gradient_average=False); leave gradient_average out"
             )
         self._strategy = strategy
-        self._parts = accumulate * strategy.world_size
+        self.accumulate = accumulate
         self.total = torch.zeros((), dtype=torch.float64, device=strategy.device)
         """What this rank's micro-batches of the window weigh."""
         self.reference = torch.zeros_like(self.total) if reference is None else reference.to(self.total)
@@ -60,7 +60,7 @@ class LossWeights:
 
     def _close(self) -> Tensor:
         """Ends a window; returns its divisor: infinite without any weight (gradients are 0 then), not a number below 0."""
-        mean = self._strategy.reduce(self.total, "sum") / self._parts
+        mean = self._strategy.reduce(self.total, "sum") / (self.accumulate * self._strategy.world_size)
         divisor = mean / self.reference
         self.reference = _power_of_two(mean, self.reference)
         self.forget()

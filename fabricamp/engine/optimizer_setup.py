@@ -125,7 +125,7 @@ def check_optimization(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization takes one; set "
             "self.automatic_optimization = False in __init__ and step each one in training_step"
         )
-    if not module.automatic_optimization and settings.accumulate_grad_batches > 1:
+    if not module.automatic_optimization and settings.accumulates:
         raise ConfigError(
             "accumulate_grad_batches works with automatic optimization only; accumulate in training_step, or leave it out"
         )
@@ -137,7 +137,7 @@ def check_optimization(
         if not demands_closure(optimizer):
             continue
         name = type(optimizer).__name__
-        if settings.accumulate_grad_batches > 1:
+        if settings.accumulates:
             raise ConfigError(
                 f"{name} calls the forward itself, which cannot work with accumulate_grad_batches > 1; give 1"
             )

@@ -20,7 +20,8 @@ def train_feed(session: Session) -> Feed:
 
 
 def renew(session: Session, parts: FitParts) -> None:
-    """Before an epoch: asks for its loaders, where ``reload_dataloaders_every_n_epochs`` gives it some of its own."""
+    """Before an epoch: its ``accumulate_grad_batches``, and its loaders where it is to have some of its own."""
+    session.settings.begin_epoch(session.trainer.state.epoch)
     if not session.data.renew():
         return
     session.forget_validation()

@@ -187,7 +187,7 @@ class Session:
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
-        accumulates = self.settings.accumulate_grad_batches > 1
+        accumulates = self.settings.accumulates
         state = self.trainer.state
         skipped, state.skipped_before = self.trainer.skipped_steps, 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
@@ -210,7 +210,7 @@ class Session:
             self.module,
             self.module.training_step,
             automatic=self.module.automatic_optimization,
-            accumulates=self.settings.accumulate_grad_batches > 1 or sums,
+            accumulates=self.settings.accumulates or sums,
         )
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,8 @@ class Session:
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.global_step == 0):
             self._sanity_check()
-        self.data.renew()  # a run that goes on knows its epoch only now
+        self.settings.begin_epoch(self.trainer.state.epoch)  # which a run that goes on knows only now
+        self.data.renew()
         length = self.data.num_training_batches
         if self.trainer.state.epoch and self.checkpoint is None:
             # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.

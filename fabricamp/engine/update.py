@@ -112,6 +112,11 @@ class Update:
 
     def begin_epoch(self, batch_idx: int) -> None:
         """Called before an epoch's first batch, or that which a resumed run goes on with."""
+        settings = self._parts.limits.settings
+        if settings.accumulation_schedule is not None:
+            self._accumulate = settings.accumulate_grad_batches
+            if self.weights is not None:
+                self.weights.accumulate = self._accumulate
         if self._partial == "carry":
             self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
 

@@ -25,6 +25,7 @@ KNOWN: Final = {
     "callbacks.EMAWeightAveraging": (
         "device", "use_buffers", "decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch",
     ),
+    "callbacks.GradientAccumulationScheduler": ("scheduling",),
     "callbacks.LearningRateFinder": (
         "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold", "update_attr", "attr_name",
     ),

@@ -67,6 +67,24 @@ class Settings:
     start_method: str
     cuda_graph: CudaGraph | None
     performance: Performance | None
+    accumulation_schedule: Mapping[int, int] | None = None
+    """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there are steps of several micro-batches."""
+        return max(self.accumulate_grad_batches, *(self.accumulation_schedule or {0: 1}).values()) > 1
+
+    def accumulated_in(self, epoch: int) -> int:
+        """How many micro-batches make a step in this epoch."""
+        schedule = self.accumulation_schedule
+        return (
+            self.accumulate_grad_batches if schedule is None else schedule[max(one for one in schedule if one <= epoch)]
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Lets ``accumulate_grad_batches`` be that of this epoch."""
+        self.accumulate_grad_batches = self.accumulated_in(epoch)
 
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -120,8 +138,7 @@ def check_accumulation(name: str, value: Any) -> int:
     """Returns a whole number from 1; a schedule by epochs is refused with the way it is done here."""
     if isinstance(value, dict):
         raise ConfigError(
-            f"{name}={value!r} is a schedule; give a whole number from 1, fit as far as it holds, then set trainer.{name} and "
-            "trainer.max_epochs and fit again, which goes on"
+            f"{name}={value!r} is a schedule; give callbacks=[GradientAccumulationScheduler({value!r})], and here a number from 1"
         )
     return check_number(name, value, least=1)
 
@@ -132,6 +149,23 @@ def check_prefetch(name: str, value: Any) -> int:
     if number > MOST_AHEAD:
         raise ConfigError(f"{name}={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
     return number
+
+
+def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[int, int]:
+    """Returns the schedule; raises :class:`ConfigError` where the Trainer's other arguments leave no room for one."""
+    others = {
+        "accumulate_grad_batches": 1 if settings.accumulation_schedule is None else settings.accumulate_grad_batches,
+        "partial_window": "step" if settings.partial_window == "carry" else settings.partial_window,
+        "cuda_graph": None,
+    }
+    for name, possible in others.items():
+        given = getattr(settings, name)
+        if given != possible:
+            raise ConfigError(
+                f"GradientAccumulationScheduler({dict(schedule)}) changes how many micro-batches make a step, which cannot work "
+                f"with {name}={given!r}; leave one of them out"
+            )
+    return schedule
 
 
 def check_limit_of(name: str, value: Any) -> int | float:

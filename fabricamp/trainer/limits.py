@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from fabricamp.trainer.arguments import CHECKS, as_clip, check_cadence
+from fabricamp.trainer.arguments import CHECKS, as_clip, check_cadence, check_schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fabricamp.engine.runner import Runner
 
 Value = TypeVar("Value")
@@ -69,6 +71,18 @@ class TrainerLimits:
     @gradient_clip_algorithm.setter
     def gradient_clip_algorithm(self, value: str | None) -> None:
         self._runner.settings.clip = as_clip(self.gradient_clip_val, value)
+
+    @property
+    def accumulation_schedule(self) -> Mapping[int, int] | None:
+        """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all.  Set before optimizers are made."""
+        return self._runner.settings.accumulation_schedule
+
+    @accumulation_schedule.setter
+    def accumulation_schedule(self, schedule: Mapping[int, int] | None) -> None:
+        settings = self._runner.settings
+        if schedule is None and settings.accumulation_schedule is not None:
+            settings.accumulate_grad_batches = 1
+        settings.accumulation_schedule = None if schedule is None else check_schedule(settings, schedule)
 
     @property
     def val_check_interval(self) -> Any:

@@ -343,10 +343,14 @@ class TrainerProperties(TrainerLimits):
 
     def _steps_of(self, batches: int) -> int:
         """How many steps ``max_epochs`` epochs of so many micro-batches have."""
-        window, partial = self.accumulate_grad_batches, self._runner.settings.partial_window
-        if partial == "carry":
-            return batches * self.max_epochs // window
-        return (batches if partial == "drop" else batches + window - 1) // window * self.max_epochs
+        settings = self._runner.settings
+        if settings.partial_window == "carry":
+            return batches * self.max_epochs // settings.accumulate_grad_batches
+        windows = [
+            settings.accumulated_in(epoch) for epoch in range(self.max_epochs if settings.accumulation_schedule else 1)
+        ]
+        steps = [(batches if settings.partial_window == "drop" else batches + one - 1) // one for one in windows]
+        return sum(steps) if settings.accumulation_schedule else steps[0] * self.max_epochs
 
     # -- processes ---------------------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def test_what_others_have_gets_the_way_it_is_done_here_and_no_guess_by_letters(n
         ({"accelerator": "mps"}, "a Mac runs accelerator='cpu'"),
         (
             {"accumulate_grad_batches": {0: 2}},
-            "set trainer.accumulate_grad_batches and trainer.max_epochs and fit again",
+            "give callbacks=[GradientAccumulationScheduler({0: 2})]",
         ),
         (
             {"callbacks": "early_stopping"},

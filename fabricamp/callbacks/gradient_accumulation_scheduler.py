@@ -1,0 +1,62 @@
+"""Changes how many micro-batches make a step, from one epoch to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Sets ``accumulate_grad_batches`` by epoch; before the first epoch that is named a step has one micro-batch.
+
+    Masters and strategies are set up for accumulation in the whole fit.  A resumed run has the number of its epoch, and goes on
+    with a window that was open.
+
+    Args:
+        scheduling: how many micro-batches make a step, by the epoch, from 0, from which on.
+
+    Raises:
+        ConfigError: for another mapping; in a fit with ``accumulate_grad_batches``, ``partial_window="carry"``, ``cuda_graph`` or
+            manual optimization.
+
+    Example:
+        >>> scheduler = GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        whole = isinstance(scheduling, Mapping) and all(type(one) is int for pair in scheduling.items() for one in pair)
+        if not whole or not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
+            raise ConfigError(
+                f"GradientAccumulationScheduler({scheduling!r}): give a dict of whole numbers: micro-batches in a step, from 1, "
+                "by the epoch, from 0, from which on; such as {0: 8, 4: 1}"
+            )
+        self.scheduling = {0: 1, **dict(sorted(scheduling.items()))}
+        self.epochs = sorted(self.scheduling)
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether any epoch has steps of several micro-batches."""
+        return any(count > 1 for count in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """How many micro-batches make a step in this epoch."""
+        return self.scheduling[max(first for first in self.epochs if first <= epoch)]
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Hands the schedule to the fit."""
+        if stage == "fit":
+            trainer.accumulation_schedule = self.scheduling
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Takes it back."""
+        trainer.accumulation_schedule = None
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        """Takes it back."""
+        trainer.accumulation_schedule = None
