@@ -21,7 +21,6 @@ from fabricamp.errors import CheckpointError, DistributedError
 from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
 from tests.distributed.ranks import side_by_side
-from tests.distributed.scripts import end, finish, start
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
@@ -296,43 +295,6 @@ def a_rank_that_dies_beside_one_that_notices_nothing(folder):
     assert ended.codes == [143, -signal.SIGKILL]
     assert "rank 0 is ended in fit at step 5" in said
     assert re.search(r"rank 1 has died; last seen in fit at step \d", said)
-
-
-SCRIPT = """
-import os
-from fabricamp import Trainer
-from fabricamp.callbacks import ModelCheckpoint
-from tests.small import Classifier, loader
-
-class Net(Classifier):
-    def training_step(self, batch, batch_idx):
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if self.global_rank == 0:
-            with open("progress", "a") as file:
-                file.write(f"{attempt} {self.global_step}\\n")
-        if attempt == 0 and self.global_step == 5 and self.global_rank == 1:
-            raise ValueError("rank one is unwell")
-        return super().training_step(batch, batch_idx)
-
-if __name__ == "__main__":
-    trainer = Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-                      callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=2)])
-    trainer.fit(Net(), loader(32, 4), ckpt_path="auto")
-"""
-
-
-def test_torchrun_restarts_from_the_last_checkpoint(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
-    process = start(tmp_path, *torchrun, "train.py")
-    try:
-        code, _, err = finish(process, timeout=100)
-    finally:
-        end(process)
-    assert code == 0, err
-    assert "ValueError: rank one is unwell" in err
-    steps = [tuple(map(int, line.split())) for line in (tmp_path / "progress").read_text().splitlines()]
-    assert steps == [(0, step) for step in range(6)] + [(1, step) for step in range(4, 8)]
 
 
 class Deaf(Callback):

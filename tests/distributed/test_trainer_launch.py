@@ -15,13 +15,14 @@ from fabricamp.errors import CheckpointError, ConfigError, DistributedError
 from fabricamp.loggers import CSVLogger
 from fabricamp.precision import OptLevel
 from tests.distributed.forked import start_forked
-from tests.distributed.scripts import finish, start
+from tests.distributed.scripts import end, finish, start
 from tests.small import Classifier, loader, quiet_trainer
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 print("start\\n", end="", flush=True)  # in one piece: several processes write
 from fabricamp import Trainer, TrainingModule
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from tests.small import Classifier, loader
 
@@ -29,18 +30,30 @@ class Net(Classifier):
     def training_step(self, batch, batch_idx):
         if "--raise" in sys.argv and self.global_rank == 1:
             raise ValueError("rank one is unwell")
+        if "--raise-once" in sys.argv:
+            self.note_and_raise_once(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
         return super().training_step(batch, batch_idx)
+
+    def note_and_raise_once(self, attempt):
+        if self.global_rank == 0:
+            with open("progress", "a") as file:
+                file.write(f"{attempt} {self.global_step}\\n")
+        if attempt == 0 and self.global_step == 5 and self.global_rank == 1:
+            raise ValueError("rank one is unwell")
 
     def on_train_start(self):
         self.print("training once")
 
 def main():
     devices = "auto" if "--auto" in sys.argv else 2
+    goes_on = "--raise-once" in sys.argv
     trainer = Trainer(
-        accelerator="cpu", devices=devices, max_epochs=2, log_every_n_steps=2, logger=[CSVLogger("logs"), TensorBoardLogger("logs")]
+        accelerator="cpu", devices=devices, max_epochs=2, log_every_n_steps=2,
+        logger=[CSVLogger("logs"), TensorBoardLogger("logs")],
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=2)] if goes_on else None,
     )
     module = Net()
-    trainer.fit(module, loader(32, 4), loader(7, 2))
+    trainer.fit(module, loader(32, 4), loader(7, 2), ckpt_path="auto" if goes_on else None)
     print(f"after {trainer.global_rank}", flush=True)
     (result,) = trainer.test(module, loader(7, 2))
     words = {
@@ -83,26 +96,30 @@ def folder_for(path, name):
     return folder
 
 
-def check_files(folder, expected, arguments):
+def check_files(folder, expected, arguments, attempts=1):
     words = json.loads((folder / "result.json").read_text())
     assert words["arguments"] == arguments
     assert words["world"] == 2
     for name, value in expected.items():
         assert words[name] == pytest.approx(value, abs=1e-5), name
-    assert [path.name for path in (folder / "logs").rglob("version_*")] in (
-        ["version_0"] * 2,
-        ["version_0", "version_1"],
+    versions = sorted(path.name for path in (folder / "logs").rglob("version_*"))
+    assert (
+        versions
+        in (  # two loggers, in one run folder or in one each
+            sorted(["version_0", "version_1"][:attempts] * 2),
+            [f"version_{number}" for number in range(2 * attempts)],
+        )
     )
-    assert len(list(folder.rglob("*.ckpt"))) == len(list(folder.rglob("checkpoints/*"))) <= 2
+    assert len(list(folder.rglob("*.ckpt"))) == len(list(folder.rglob("checkpoints/*"))) <= 1 + attempts
     assert torch.load(words["best"], weights_only=True)["global_step"] == expected["step"]
-    assert len(list(folder.rglob("metrics.csv"))) == 1
+    assert len(list(folder.rglob("metrics.csv"))) == attempts
     assert list(folder.rglob("events.out.tfevents*"))
     assert words["logs"].startswith(str(folder))
 
 
-def check_lines(out, *, starts):
+def check_lines(out, *, starts, attempts=1):
     assert out.count("start\n") == starts
-    assert out.count("training once") == 1
+    assert out.count("training once") == attempts
     assert sorted(re.findall(r"after \d", out)) == ["after 0", "after 1"]
     assert out.count("test_loss") == 1  # the table of results
 
@@ -123,14 +140,22 @@ def test_a_script_as_module_and_as_script(tmp_path, expected, way, more, code):
     assert "Warning" not in err
 
 
-def test_torchrun(tmp_path, expected):
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, expected):
+    """One that nobody interrupts: the second attempt; one that Ctrl-C ends: test_trainer_interrupts.py."""
     folder = folder_for(tmp_path, "torchrun")
-    run = start(folder, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "--auto")
-    returned, out, err = finish(run)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    process = start(folder, *torchrun, "train.py", "--auto", "--raise-once")
+    try:
+        returned, out, err = finish(process, timeout=100)
+    finally:
+        end(process)
     assert returned == 0, err
-    check_lines(out, starts=2)
-    check_files(folder, expected, ["--auto"])
+    check_lines(out, starts=4, attempts=2)
+    check_files(folder, expected, ["--auto", "--raise-once"], attempts=2)
+    assert "ValueError: rank one is unwell" in err
     assert "Warning" not in err
+    steps = [tuple(map(int, line.split())) for line in (folder / "progress").read_text().splitlines()]
+    assert steps == [(0, step) for step in range(6)] + [(1, step) for step in range(4, 8)]
 
 
 def test_slurm(tmp_path, expected):
