@@ -250,7 +250,7 @@ def networks(rounds: int, device: torch.device, *, quick: bool) -> list[dict]:
         if cuda:
             for name in (LOCAL, OURS):
                 runs[name + GRAPH] = graph_step(converted(copy.deepcopy(origin), name), images)
-        for name, timing in in_turn(runs, rounds, 10, device).items():
+        for name, timing in in_turn(runs, rounds, 1 if quick else 10, device).items():
             say(f"batch {batch:<4} {name:42} {timing.wall_ms:8.3f}")
             found.append({"batch": batch, "run": name, "wall_ms": timing.wall_ms})
         del runs, origin
@@ -348,7 +348,7 @@ def main() -> None:
     found = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__}
     found |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
     say(f"{found['ranks']} x {name}, torch {torch.__version__}")
-    rounds = 2 if arguments.quick else arguments.rounds
+    rounds = 1 if arguments.quick else arguments.rounds
     found["exchanges"] = exchanges(rounds, device)
     found["layers"] = layers(QUICK_SHAPES if arguments.quick else SHAPES, rounds, device)
     found["networks"] = networks(rounds, device, quick=arguments.quick)

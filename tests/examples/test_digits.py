@@ -97,7 +97,9 @@ def test_two_ranks_reach_the_accuracy_and_report_once(precision):
     assert second == ""
 
 
+@pytest.mark.slow
 def test_as_a_script_in_two_processes_it_reports_once():
+    """What it trains and reports are the two ranks' above; its config is started so in test_readme.py."""
     expect_success(run(SCRIPT, "--precision", "O1", "--strategy", "ddp", "--devices", 2, *shorter("O1")).stdout)
 
 
