@@ -42,6 +42,7 @@ KNOWN: Final = {
         "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn", "device",
     ),
     "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
+    "callbacks.ThroughputMonitor": ("batch_size_fn", "length_fn", "kwargs"),
     "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),
     "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
     "loggers.MLFlowLogger": (

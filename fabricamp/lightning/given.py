@@ -72,7 +72,8 @@ def adopted(value: Any) -> Any:
     ours = (kind if users is base else _named_as(users, kind))(**arguments)
     vars(ours).update({one: functools.partial(_answer, value, kind, one) for one in answers})
     _GIVEN[ours] = value
-    shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
+    hidden = module == "loggers"  # an address may hold a password
+    shown = ", ".join(f"{key}=..." if hidden else f"{key}={one!r}" for key, one in arguments.items())
     whose = f"Lightning's {known}" if users is base else f"{users.__name__}, of Lightning's {known},"
     asked = f" and is asked for {', '.join(answers)}" if answers else ""
     told = "; the object that was given is told its results where the run ends" if name in _FINDINGS else ""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fabricamp
 from fabricamp import ConfigError
+from fabricamp.lightning.given import lines_of
 from tests.small import quiet_trainer
 
 pl = pytest.importorskip(
@@ -139,6 +140,13 @@ def test_a_file_of_lightnings_goes_on_in_a_users_finetuning(tmp_path):
     assert own.ends == [(2, 2)]
 
 
+def test_the_throughput_is_asked_by_the_users_functions():
+    given = pl.callbacks.ThroughputMonitor(len, length_fn=max, window_size=7, separator=".")
+    (found,) = quiet_trainer(callbacks=given).callbacks
+    assert type(found) is fabricamp.callbacks.ThroughputMonitor
+    assert (found.batch_size_fn, found.length_fn, found.window_size, found.separator) == (len, max, 7, ".")
+
+
 class EveryThird(pl.callbacks.WeightAveraging):
     """Lightning's documentation has one like it."""
 
@@ -255,5 +263,8 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     assert (ours.version, ours._prefix) == ("theid", "p")
     assert pickle.loads(pickle.dumps(ours)).version == "theid"
     assert wandb._experiment is None  # a copy for another process opens no run
+    addressed = MLFlowLogger(tracking_uri="https://me:secret@nowhere.invalid")
+    (line,) = lines_of(quiet_trainer(logger=addressed).loggers)
+    assert "MLFlowLogger(tracking_uri=...)" in line
     with pytest.raises(ConfigError, match="log_model=True"):
         quiet_trainer(logger=WandbLogger(log_model=True))
