@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
+    from fabricamp.callbacks.gradient_monitor import GradientMonitor as GradientMonitor
     from fabricamp.callbacks.lambda_function import LambdaCallback as LambdaCallback
     from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from fabricamp.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
@@ -53,6 +54,7 @@ _FILES = {
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
+    "GradientMonitor": "gradient_monitor",
     "LambdaCallback": "lambda_function",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",

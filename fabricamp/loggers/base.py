@@ -9,7 +9,7 @@ from fabricamp.keywords import NamesKeywords
 from fabricamp.loggers.trouble import Trouble
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -70,6 +70,11 @@ class Logger(NamesKeywords):
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Takes the module to draw, before the first step of a fit; here nothing is drawn."""
+
+    def log_histogram(
+        self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
+    ) -> None:
+        """Takes how many values are in each of equal bins between two limits, their sum and that of their squares; here none."""
 
     def save(self) -> None:
         """Writes what is still in memory."""

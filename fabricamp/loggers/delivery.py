@@ -38,6 +38,14 @@ class Delivery:
             with one.trouble.guard(step):
                 one.log_metrics(metrics, step)
 
+    def log_histogram(
+        self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
+    ) -> None:
+        """Gives every logger this histogram."""
+        for one in self._loggers:
+            with one.trouble.guard():
+                one.log_histogram(name, counts, limits, sums, step)
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Gives every logger the hyper-parameters."""
         for one in self._loggers:

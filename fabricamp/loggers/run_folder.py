@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +161,10 @@ def showable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [showable(item) for item in value]
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+
+def edges_of(counts: Sequence[float], limits: tuple[float, float]) -> list[float]:
+    """The limits of a histogram's bins, one more than there are."""
+    low, high = limits
+    width = (high - low) / len(counts)
+    return [*(low + width * index for index in range(len(counts))), high]

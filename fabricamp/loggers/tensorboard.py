@@ -10,12 +10,12 @@ import torch
 
 from fabricamp.errors import ConfigError, advice
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.run_folder import RunFolderLogger, flattened, writes
+from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
 from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
@@ -161,6 +161,17 @@ class TensorBoardLogger(RunFolderLogger):
     def log_figure(self, name: str, figure: Any, step: int) -> None:
         """A matplotlib figure."""
         self.experiment.add_figure(name, figure, step)
+
+    def log_histogram(
+        self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
+    ) -> None:
+        """A histogram of so many equal bins between the limits; with the sum of the values, and of their squares."""
+        if not writes():
+            return
+        edges = edges_of(counts, limits)[1:]
+        self.experiment.add_histogram_raw(
+            name, *limits, sum(counts), *sums, bucket_limits=edges, bucket_counts=counts, global_step=step
+        )
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """A text, shown as Markdown."""

@@ -17,10 +17,10 @@ from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError, advice
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.run_folder import showable, writes
+from fabricamp.loggers.run_folder import edges_of, showable, writes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -202,6 +202,13 @@ class WandbLogger(Logger):
 
     log_text = log_table
     """Texts, as a table."""
+
+    def log_histogram(
+        self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
+    ) -> None:
+        """A histogram of so many equal bins between the limits."""
+        if writes():
+            self._log({name: _package().Histogram(np_histogram=(counts, edges_of(counts, limits)))}, step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """A list of images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item an image (``caption``)."""

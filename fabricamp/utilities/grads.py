@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.gradients.norms import norms_of
 
 __all__ = ["grad_norm"]
 
@@ -19,11 +19,6 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     order = float(norm_type)
     if not order > 0:
         raise ConfigError(f"grad_norm(norm_type={norm_type!r}): give a number above 0, or 'inf'")
-    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    norms = {name: torch.linalg.vector_norm(one.detach(), order) for name, one in gradients.items()}
+    norms, total = norms_of({name: one.grad for name, one in module.named_parameters() if one.grad is not None}, order)
     found = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in norms.items()}
-    if norms:
-        device = next(iter(norms.values())).device
-        together = torch.stack([norm.to(device) for norm in norms.values()])
-        found[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(together, order)
-    return found
+    return found if total is None else {**found, f"grad_{order}_norm_total": total}

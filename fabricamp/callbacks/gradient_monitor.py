@@ -1,0 +1,95 @@
+"""Logs how large gradients are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.device_stats_monitor import is_due
+from fabricamp.errors import ConfigError
+from fabricamp.gradients.norms import histogram_of, norms_of
+from fabricamp.loggers.base import Logger
+from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.precision.master_weights import module_parameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class GradientMonitor(Callback):
+    """Logs the norm of the gradients, in the steps that are logged anyway: averaged over ranks, unscaled, before clipping.
+
+    Names are those of ``grad_norm``: ``grad_2.0_norm_total``, ``grad_2.0_norm/net.0.weight``; of several optimizers the second's
+    total is ``grad_2.0_norm_total/1``.  In a step that is skipped for overflow they are inf or nan.  The host waits for nothing,
+    except for histograms, where they are logged.  As any hook between backward and step it lets gradients be unscaled in a pass of
+    their own, in each step.
+
+    Args:
+        norm_type: which norm: 2, 1, or ``float("inf")`` for the largest value.
+        per_parameter: logs that of each parameter too.
+        histograms: gives TensorBoardLogger and WandbLogger a histogram of each parameter's gradient.
+
+    Raises:
+        ConfigError: for another ``norm_type``; where there is no logger, or none that takes histograms.
+
+    Example:
+        >>> monitor = GradientMonitor(per_parameter=True)
+    """
+
+    def __init__(self, norm_type: float = 2.0, *, per_parameter: bool = False, histograms: bool = False) -> None:
+        check_kind(self, "a number", norm_type=norm_type)
+        check_kind(self, "True or False", per_parameter=per_parameter, histograms=histograms)
+        if not norm_type > 0:
+            raise ConfigError(f"GradientMonitor(norm_type={norm_type!r}): give a number above 0, or float('inf')")
+        self.norm_type = float(norm_type)
+        self.per_parameter = per_parameter
+        self.histograms = histograms
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Raises where nobody would take the values."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        if not trainer.loggers:
+            raise ConfigError("GradientMonitor needs a logger: Trainer(logger=True), or leave the callback out")
+        if self.histograms and all(type(one).log_histogram is Logger.log_histogram for one in trainer.loggers):
+            kinds = ", ".join(type(one).__name__ for one in trainer.loggers)
+            raise ConfigError(
+                f"GradientMonitor(histograms=True): {kinds} takes no histograms; give a TensorBoardLogger or a WandbLogger too, or "
+                "leave histograms out"
+            )
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
+        """Logs them in a step that is logged."""
+        if not is_due(trainer, trainer.global_step + 1):
+            return
+        own = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
+        named = [(name, one.grad) for name, one in pl_module.named_parameters() if id(one) in own]
+        gradients = {name: gradient for name, gradient in named if gradient is not None}
+        norms, total = norms_of(gradients, self.norm_type)
+        if total is None:
+            return
+        number = next((index for index, one in enumerate(trainer.optimizers) if one is optimizer), 0)
+        prefix = f"grad_{self.norm_type}_norm"
+        values = {f"{prefix}_total" + (f"/{number}" if number else ""): total}
+        if self.per_parameter:
+            values |= {f"{prefix}/{name}": norm for name, norm in norms.items()}
+        for name, value in values.items():
+            pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        if self.histograms and trainer.is_global_zero:
+            self._log_histograms(trainer, gradients)
+
+    def _log_histograms(self, trainer: Trainer, gradients: dict[str, Tensor]) -> None:
+        found = [histogram_of(one) for one in gradients.values()]
+        rows = torch.stack([torch.cat([one.counts, torch.stack(one[1:])]).to(found[0].low.device) for one in found])
+        for name, (*counts, low, high, total, squares) in zip(gradients, rows.tolist(), strict=True):  # waits, once
+            if any(counts):
+                trainer.delivery.log_histogram(
+                    f"gradients/{name}", counts, (low, high), (total, squares), trainer.global_step
+                )

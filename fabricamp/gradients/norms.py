@@ -1,0 +1,50 @@
+"""Norms and histograms of gradients, computed where these are: nothing of it is read by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BINS = 64
+
+
+class Histogram(NamedTuple):
+    """How many of a tensor's finite values are in each of equal bins from ``low`` to ``high``, with their sums; fp64."""
+
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Returns the norm of each gradient, and that of all together; None where there is none."""
+    norms = {name: torch.linalg.vector_norm(_values(one), order) for name, one in gradients.items()}
+    if not norms:
+        return {}, None
+    device = next(iter(norms.values())).device
+    return norms, torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms.values()]), order)
+
+
+@torch.no_grad()
+def histogram_of(gradient: Tensor) -> Histogram:
+    """Returns the histogram of a gradient; without finite values its counts are 0."""
+    values = _values(gradient).flatten().double()
+    finite = values.isfinite()
+    low = torch.where(finite, values, torch.inf).amin()
+    high = torch.where(finite, values, -torch.inf).amax()
+    width = torch.where(high > low, (high - low) / BINS, 1.0)
+    values = torch.where(finite, values, low)
+    places = ((values - low) / width).nan_to_num().long().clamp(0, BINS - 1)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, places, finite.long())
+    values = values * finite
+    return Histogram(counts.double(), low, low + BINS * width, values.sum(), values.square().sum())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, of a sparse one too."""
+    return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
