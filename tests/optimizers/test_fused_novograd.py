@@ -15,6 +15,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedNovoGrad, UnsupportedError
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
+from tests.pairs import pairs
 
 
 class PlainNovoGrad(Plain):
@@ -52,9 +53,7 @@ def pair(device, dtype=torch.float32, **options):
     return (mine, optimizer), (twin, PlainNovoGrad(twin.parameters(), **options))
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "dtype", "kernels"), pairs(OPTIONS, [torch.float32, torch.float64], [True, False]))
 def test_a_hundred_steps_follow_the_formula(kernel_device, options, dtype, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr("fabricamp.optimizers.rows.runs_kernels", lambda device: False)

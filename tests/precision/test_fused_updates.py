@@ -13,6 +13,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
+from tests.pairs import pairs
 from tests.windows import add_up, close_window
 
 __all__ = ["kernel_device"]
@@ -60,11 +61,10 @@ def updated(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(
-    "level", [level for level in LEVELS if level != "O3"]
-)  # torch keeps Adam's state in half there
+    ("level", "clip", "accumulate"),
+    pairs([level for level in LEVELS if level != "O3"], CLIPS, [1, 2]),  # torch keeps Adam's state in half there
+)
 def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accumulate):
     (mine, *ours), (twin, *theirs) = (start(kernel_device, level, fused, accumulate) for fused in (True, False))
     skipped = []

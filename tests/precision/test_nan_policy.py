@@ -16,6 +16,7 @@ from fabricamp.precision import Clip, OptLevel, Precision, precision_from
 from fabricamp.precision.loss_scaler import LAG, PATIENCE, LossScaler
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
+from tests.pairs import pairs
 from tests.windows import add_up, close_window
 
 __all__ = ["kernel_device"]
@@ -93,9 +94,7 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "optimizer", "accumulate"), pairs(LEVELS, OPTIMIZERS, [1, 2]))
 def test_from_the_first_bad_window_on_nothing_is_updated(level, optimizer, accumulate):
     for options in ({"clip": Clip(0.5)}, {"look": True}, {"merged": False}):
         run = Run(level, "raise", OPTIMIZERS[optimizer], accumulate)
@@ -111,9 +110,9 @@ def test_from_the_first_bad_window_on_nothing_is_updated(level, optimizer, accum
         assert [verdict.ends_run for verdict in told] == [False, False, True, True, True, True]
 
 
-@pytest.mark.parametrize("clip", [None, Clip(0.05), Clip(0.01, "value")])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "optimizer", "clip"), pairs(LEVELS, OPTIMIZERS, [None, Clip(0.05), Clip(0.01, "value")])
+)
 def test_a_policy_changes_no_bit_of_what_is_finite(level, optimizer, clip):
     results = []
     for policy in (None, "skip", "stop"):

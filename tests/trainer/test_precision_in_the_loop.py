@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fabricamp import Callback, OptLevel
+from tests.pairs import pairs
 from tests.small import Classifier, loader, quiet_trainer
 
 PRECISIONS = ["O0", "O1", "O2", "O3", "O4", "O5", "16-mixed", "bf16-true", "64-true"]
@@ -51,10 +52,7 @@ class Learns(Classifier):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("clip", list(CLIPS))
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "accumulate", "clip", "optimizer"), pairs(PRECISIONS, [1, 3], CLIPS, OPTIMIZERS))
 def test_it_trains(precision, accumulate, clip, optimizer):
     module = Learns(optimizer)
     trainer = quiet_trainer(
