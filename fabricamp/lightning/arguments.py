@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ KNOWN: Final = {
         "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn", "device",
     ),
     "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
+    "callbacks.Timer": ("duration", "interval", "verbose"),
     "callbacks.ThroughputMonitor": ("batch_size_fn", "length_fn", "kwargs"),
     "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),
     "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
@@ -95,6 +97,15 @@ def _of_swa(kept: dict[str, Any]) -> dict[str, Any]:
     return {"_avg_fn": None if function.__module__.endswith("callbacks.stochastic_weight_avg") else function}
 
 
+def _of_timer(kept: dict[str, Any]) -> dict[str, Any]:
+    """Its duration, which is kept in seconds, and its interval, which may be a member of Lightning's enum."""
+    seconds, interval = kept["_duration"], kept["_interval"]
+    return {
+        "_duration": None if seconds is None else timedelta(seconds=seconds),
+        "_interval": getattr(interval, "value", interval),
+    }
+
+
 def _of_mlflow(kept: dict[str, Any]) -> dict[str, Any]:
     return {"synchronous": kept["_log_batch_kwargs"].get("synchronous")}
 
@@ -112,6 +123,7 @@ def _of_wandb(kept: dict[str, Any]) -> dict[str, Any]:
 _ELSEWHERE: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "callbacks.EMAWeightAveraging": _of_ema,
     "callbacks.StochasticWeightAveraging": _of_swa,
+    "callbacks.Timer": _of_timer,
     "loggers.MLFlowLogger": _of_mlflow,
     "loggers.WandbLogger": _of_wandb,
 }

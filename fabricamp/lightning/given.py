@@ -39,6 +39,7 @@ _FINDINGS: Final = {
     "callbacks.ModelCheckpoint": (
         "best_k_models", "best_model_path", "best_model_score", "dirpath", "kth_best_model_path", "kth_value", "last_model_path",
     ),
+    "callbacks.Timer": ("start_time", "end_time", "time_elapsed", "time_remaining"),
     "loggers.CSVLogger": ("_version",),
     "loggers.MLFlowLogger": ("_experiment_id", "_run_id"),
     "loggers.TensorBoardLogger": ("_version",),

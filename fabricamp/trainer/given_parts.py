@@ -91,7 +91,7 @@ def as_loggers(value: Any) -> list[Logger] | None:
 
 def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None]:
     """Returns the precision, out of ``plugins`` where there is one, and the environment, where they hold one."""
-    given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    given = [] if plugins is None else _listed(plugins)
     precisions = [one for one in given if isinstance(one, Precision)]
     environments = [one for one in given if isinstance(one, Environment)]
     for one in given:

@@ -147,6 +147,18 @@ def test_the_throughput_is_asked_by_the_users_functions():
     assert (found.batch_size_fn, found.length_fn, found.window_size, found.separator) == (len, max, 7, ".")
 
 
+def test_a_timer_ends_the_run_and_tells_its_times():
+    given = pl.callbacks.Timer({"hours": 1}, interval="epoch")
+    trainer = quiet_trainer(max_epochs=1, callbacks=given)
+    trainer.fit(Module(), loader())
+    assert trainer.callbacks[0]._interval == "epoch"
+    assert 0 < given.time_elapsed("train") < given.end_time() < given.start_time() + 60
+    assert given.time_remaining() == 3600 - given.time_elapsed()
+    late = quiet_trainer(max_epochs=1, callbacks=pl.callbacks.Timer("00:00:00:00"))
+    late.fit(Module(), loader())
+    assert late.global_step < 6
+
+
 class EveryThird(pl.callbacks.WeightAveraging):
     """Lightning's documentation has one like it."""
 
