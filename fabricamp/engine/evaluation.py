@@ -41,13 +41,14 @@ class EvaluationLoop:
     ) -> None:
         self._kind = kind
         self._module = module
-        self._precision = precision
         self._state = state
         self._metrics = metrics
         self._agreement = agreement
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
-        self._step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
-        self._arguments = _count_arguments(self._step)
+        step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
+        self._arguments = _count_arguments(step)
+        self.forward: Callable[..., Any] = partial(precision.forward, step)
+        """Calls the step with a batch, its number and that of its loader, or as many of these as it takes."""
         self._in_fit = state.fitting
         # The sanity check is short: it runs to its end.
         self._stops = self._in_fit or state.fn is not TrainerFn.FITTING
@@ -130,7 +131,7 @@ class EvaluationLoop:
             for hook in self._batch_start:
                 hook(batch, batch_idx, *number)
             arguments = (batch, batch_idx, dataloader_idx)[: self._arguments]
-            output = self._precision.forward(self._step, *arguments)
+            output = self.forward(*arguments)
             for hook in self._batch_end:
                 hook(output, batch, batch_idx, *number)
             if keep:

@@ -98,7 +98,7 @@ def profile_evaluation(trainer: Trainer, loop: EvaluationLoop, kind: str, feeds:
     if profiler is None:
         return loop
     changed: Any = loop
-    changed._step = profiled(profiler, f"{_strategy(trainer.strategy)}.{kind}_step", loop._step)
+    changed.forward = profiled(profiler, f"{_strategy(trainer.strategy)}.{kind}_step", loop.forward)
     word = "val" if kind == "validation" else kind
     for feed in feeds:
         _profile_feed(profiler, feed, f"[_EvaluationLoop].{word}_next")

@@ -11,7 +11,7 @@ from fabricamp.checkpoint import read_together, write_checkpoint
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
-from fabricamp.engine.graph.stream import SideStream
+from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.joining import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.log_axis import LogAxis
 from fabricamp.engine.loop import FitLoop
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
-    from fabricamp.engine.graph.update import GraphUpdate
     from fabricamp.engine.runner import Runner
 
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
@@ -90,8 +89,7 @@ class Session:
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
         self._synchronised: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
-        self.graph: GraphUpdate | None = None
-        self._stream: SideStream | None = None
+        self.graphs = Graphs(self)
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
         self.notices = Notices(self)
@@ -201,8 +199,7 @@ class Session:
         self.attachment.schedulers = [scheduler]
 
     def _wrap_step(self) -> None:
-        if self.settings.cuda_graph is not None and self.strategy.device.type == "cuda":
-            self._stream = SideStream(self.strategy.device)
+        self.graphs.enter_stream()
         # Asking takes in groups that callbacks have added: their state is loaded for fp32 masters then.
         memories = [self.precision.gradients(one) for one in self.optimizers]
         sums = any(memory.flat is not None for memory in memories)
@@ -277,6 +274,7 @@ class Session:
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
             record=record,
         )
+        loop.forward = self.graphs.evaluation(kind, loop.forward)
         feeds = [
             self.data.feed(loader, length, index, begun=self.resumed and self.trainer.state.validations > 0)
             for index, (loader, length) in enumerate(zip(record.loaders if record else loaders, lengths, strict=True))
@@ -367,10 +365,7 @@ class Session:
     def close(self, *, failed: bool) -> None:
         """Gives the parts back; after a failure only what cannot fail on its own."""
         self.watchdog.close()
-        if self.graph is not None:
-            self.graph.close(failed=failed)
-        if self._stream is not None:
-            self._stream.leave(wait=not failed or self.strategy.world_size == 1)
+        self.graphs.close(failed=failed)
         self.data.close()
         self.predicted = None  # may be as large as the memory
         if not failed:

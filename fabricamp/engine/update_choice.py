@@ -29,8 +29,8 @@ def open_update(parts: FitParts, session: Session) -> Update:
             one.update = update.step
         return update
     if captures:
-        session.graph = GraphUpdate(parts, session)
-        return session.graph
+        session.graphs.update = GraphUpdate(parts, session)
+        return session.graphs.update
     closure = bool(parts.optimizers) and demands_closure(parts.optimizers[0])
     return ClosureUpdate(parts) if closure else Update(parts)
 

@@ -60,17 +60,12 @@ class Metrics(Recording):
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
 
-    @property
-    def training_table(self) -> MetricTable:
-        """Where the values of training are."""
-        return self._table(MetricTable.TRAINING)
-
     def flush(self, step: int) -> None:
         """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
 
         On CPU it arrives here, on a GPU with :meth:`poll`.
         """
-        table = self._table(MetricTable.TRAINING)
+        table = self.table(MetricTable.TRAINING)
         if self._strategy.world_size == 1 and not any(cell.per_step and cell.weight for cell in table.cells.values()):
             return
         snapshot = exchange.take(table, self._strategy, step)
@@ -98,7 +93,7 @@ class Metrics(Recording):
 
         On a GPU they are as old as the last call or two; at an epoch's end all are exact.
         """
-        return {**self.progress_bar_metrics, **self._glance.look(self._table(MetricTable.TRAINING))}
+        return {**self.progress_bar_metrics, **self._glance.look(self.table(MetricTable.TRAINING))}
 
     def callback_metrics(self) -> dict[str, Any]:
         """Lightning's dict: the values of all ranks, in place of them this rank's own ones of the step or hook that runs.
@@ -136,7 +131,7 @@ class Metrics(Recording):
 
     def reduce_steps(self, step: int) -> None:
         """Brings ``reduced`` up to the latest values of steps, waiting for it; every rank calls it, loggers see nothing of it."""
-        merged = exchange.merge(self._gather(self._table(MetricTable.TRAINING), step))
+        merged = exchange.merge(self._gather(self.table(MetricTable.TRAINING), step))
         for published, value, _ in merged:
             if published.per_step and value is not None:
                 self._publish_to_callbacks(published, value)
@@ -156,12 +151,12 @@ class Metrics(Recording):
     def clear_evaluation(self) -> None:
         """Forgets the values of an evaluation that did not end; before each evaluation run."""
         self._evaluated = []
-        self._table(MetricTable.EVALUATION).clear()
+        self.table(MetricTable.EVALUATION).clear()
 
     def reduce_train_epoch(self, step: int) -> None:
         """Makes the training epoch's values, reduced over all ranks, known to the hooks of its end, which may log more."""
         self.drain()
-        self._make_known(self._table(MetricTable.TRAINING), step)
+        self._make_known(self.table(MetricTable.TRAINING), step)
 
     def end_train_epoch(self, step: int) -> dict[str, float]:
         """Publishes and returns the training epoch's values, reduced over all ranks, with what the hooks of its end have logged.
@@ -169,21 +164,21 @@ class Metrics(Recording):
         Step values that no flush has taken yet can be monitored too, after a short epoch.
         """
         self.drain()
-        table = self._table(MetricTable.TRAINING)
+        table = self.table(MetricTable.TRAINING)
         values = self._make_known(table, step)
         table.clear_epoch()
         return self._publish(values, step)
 
     def reduce_evaluation(self, step: int) -> None:
         """Makes an evaluation's values, reduced over all ranks, known to the hooks of its end, which may log more."""
-        self._make_known(self._table(MetricTable.EVALUATION), step)
+        self._make_known(self.table(MetricTable.EVALUATION), step)
 
     def end_evaluation(self, step: int) -> dict[str, float]:
         """Publishes and returns an evaluation's values, all of them reduced over all ranks; of a step's values the last one.
 
         Those of the sanity check go to no logger.
         """
-        table = self._table(MetricTable.EVALUATION)
+        table = self.table(MetricTable.EVALUATION)
         values = self._make_known(table, step)
         table.clear()
         if self._state.stage is RunningStage.SANITY_CHECKING:
@@ -253,7 +248,7 @@ class Metrics(Recording):
         """What was flushed, after the wait for its copy."""
         if isinstance(flushed, _Arrived):
             return flushed
-        rows, _ = exchange.read(flushed, self._table(MetricTable.TRAINING), self._strategy)
+        rows, _ = exchange.read(flushed, self.table(MetricTable.TRAINING), self._strategy)
         return _Arrived(flushed.step, rows)
 
     def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
@@ -301,7 +296,7 @@ class Metrics(Recording):
         self._pending = deque(map(self._read, self._pending))
         names = {id(metric): name for name, metric in objects.items()}
         return {
-            "table": save_table(self._table(MetricTable.TRAINING), names),
+            "table": save_table(self.table(MetricTable.TRAINING), names),
             "pending": [{"step": one.step, "rows": save_rows(self._read(one).rows)} for one in self._pending],
             **self.published(),
         }
@@ -311,7 +306,7 @@ class Metrics(Recording):
 
         Of several ranks at once, what a flush had under way is left out.
         """
-        load_table(self._table(MetricTable.TRAINING), [state["table"] for state in states], objects)
+        load_table(self.table(MetricTable.TRAINING), [state["table"] for state in states], objects)
         self.take_published(states[0] if states else first, first)
         if len(states) == 1:
             self._pending.extend(_Arrived(one["step"], load_rows(one["rows"])) for one in states[0]["pending"])

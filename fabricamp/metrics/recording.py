@@ -73,7 +73,8 @@ class Recording:
             else MetricTable.EVALUATION
         )
 
-    def _table(self, name: str) -> MetricTable:
+    def table(self, name: str) -> MetricTable:
+        """Returns where the values of training, or of evaluation, are."""
         table = self._tables.get(name)
         if table is None:
             table = self._tables[name] = MetricTable(self._strategy.device)
@@ -84,7 +85,7 @@ class Recording:
         """The slot of a call that is new, or that comes from another place than its last repetition."""
         state = self._state
         check_arguments(arguments, state)
-        slot = self._table(self._table_name()).slots.get((state.scope, full_name(arguments, state)))
+        slot = self.table(self._table_name()).slots.get((state.scope, full_name(arguments, state)))
         if slot is None:
             slot = self._new_slot(arguments, value)
         elif slot.loader not in (state.dataloader_idx, NO_LOADER) and state.scope is Scope.EVAL_STEP:
@@ -115,7 +116,7 @@ class Recording:
         slot.metric = metric
         for one in filter(None, published):
             self._dtypes.note(one, dtype_of(value))
-        table = self._table(self._table_name())
+        table = self.table(self._table_name())
         if not (arguments.rank_zero_only and strategy.rank):
             slot.step, slot.epoch = (table.add(one, slot) if one else None for one in published)
             if slot.epoch is not None:

@@ -20,6 +20,12 @@ def is_metric(value: object) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
+def is_metric_collection(value: object) -> bool:
+    """Whether ``value`` is torchmetrics' MetricCollection, likewise."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
+
+
 def as_scalar(name: str, value: Tensor) -> Tensor:
     """``value`` without its graph, as a 0-dim tensor."""
     if value.numel() != 1:

@@ -199,7 +199,7 @@ class TrainerProperties(TrainerLimits):
     def _refuse_in_a_capture(self, name: str) -> None:
         if self.state.capturing:
             raise ConfigError(
-                f"training_step reads {name}, which a step captured as a CUDA graph would not see change; count in a buffer on the "
+                f"the step reads {name}, which a step captured as a CUDA graph would not see change; count in a buffer on the "
                 "device, or leave it out"
             )
 

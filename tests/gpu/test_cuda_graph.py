@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torchmetrics
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,7 +113,7 @@ def fit(graph, precision="O0", module=None, loader=None, validation=None, seed=3
 
 
 def captured(trainer):
-    return trainer._runner.session.graph
+    return trainer._runner.session.graphs.update
 
 
 def equal(one, other):
@@ -501,6 +502,126 @@ def test_a_second_fit_and_batches_of_dicts():
         return trainer, module, seen
 
     same(run(False), run(True))
+
+
+class Measured(Net):
+    """torchmetrics objects in training and validation, by update, by forward and as a collection that shares states."""
+
+    def __init__(self, kind="accuracy"):
+        super().__init__()
+        options = {"num_classes": 10, "validate_args": False, "average": "micro"}  # others count by a call that waits
+        self.kind = kind
+        self.train_accuracy = torchmetrics.classification.MulticlassAccuracy(**options)
+        self.scores = torchmetrics.MetricCollection(
+            {
+                "precision": torchmetrics.classification.MulticlassPrecision(**options),
+                "recall": torchmetrics.classification.MulticlassRecall(**options),
+            }
+        )
+        self.mean = torchmetrics.MeanSquaredError()
+        self.curve = torchmetrics.classification.MulticlassAUROC(10, validate_args=False) if kind == "curve" else None
+
+    def training_step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.train_accuracy(scores, batch[1])
+        self.log("accuracy", self.train_accuracy, on_step=True, on_epoch=True)
+        loss = F.cross_entropy(scores, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        scores = self.net(batch[0])
+        self.scores.update(scores, batch[1])
+        if dataloader_idx == 0:
+            self.log_dict(dict(self.scores.items()), add_dataloader_idx=False)
+        self.mean.update(scores.softmax(-1).amax(-1), torch.ones_like(scores[:, 0]))
+        if self.curve is not None:
+            self.curve.update(scores, batch[1])
+        loss = F.cross_entropy(scores, batch[1])
+        self.log("val_loss", loss)
+        return {"scores": scores, "loss": loss}
+
+    def on_validation_epoch_end(self):
+        self.log("mean", self.mean.compute())
+        self.mean.reset()
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+class Validated(Callback):
+    """What the hooks of an evaluation get, and what it has logged."""
+
+    def __init__(self):
+        self.outputs, self.values = [], []
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.outputs.append(outputs["scores"])
+
+    def on_validation_end(self, trainer, module):
+        self.values.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2"])
+def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
+    found = []
+    for graph in (False, CudaGraph(warmup=4)):
+        watch, module = Validated(), Measured()
+        loaders = [images(12, last=3), images(7)]
+        fitted = fit(
+            graph, precision, module, validation=loaders, max_epochs=4, val_check_interval=10, callbacks=[watch]
+        )
+        trainer = fitted[0]
+        results = trainer.validate(module, loaders)
+        if graph:
+            (evaluation,) = trainer._runner.session.graphs._evaluations
+            assert not evaluation.why_eager
+        predictions = trainer.predict(module, images(12, last=3))
+        found.append((fitted, watch, results, predictions))
+    (one, first, results, predictions), (other, second, others, predicted) = found
+    same(one, other)
+    assert results == others
+    for left, right in zip(predictions + first.outputs, predicted + second.outputs, strict=True):
+        assert equal(left, right)
+    assert len(first.values) == len(second.values) > 10
+    for left, right in zip(first.values, second.values, strict=True):
+        assert left.keys() == right.keys()
+        assert {"val_loss/dataloader_idx_0", "precision", "mean"} <= left.keys()
+        for name, value in left.items():
+            assert equal(value, right[name]), name
+
+
+def test_an_evaluation_that_is_replayed():
+    class Look(Callback):
+        def on_validation_epoch_end(self, trainer, module):
+            graphs = trainer._runner.session.graphs._evaluations
+            self.replays = sum(one.replays for each in graphs for one in each._graphs.values())
+
+    look, module = Look(), Measured()
+    fit(CudaGraph(warmup=4), module=module, validation=images(12), max_epochs=2, callbacks=[look])
+    assert look.replays == 24 - 3
+    trainer = trainer_of(CudaGraph(warmup=4, check_every=2), callbacks=[look])
+    trainer.validate(module, images(12))
+    assert look.replays == 12 - 3
+
+
+def test_what_an_evaluation_would_not_repeat_is_refused():
+    class Appends(Measured):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(super().validation_step(batch, batch_idx)["scores"])
+
+    with pytest.raises(ConfigError, match=r"validation_step changes Appends.seen"):
+        fit(True, module=Appends(), max_epochs=1)
+    with pytest.raises(ConfigError, match=r"validation_step changes MulticlassAUROC.preds"):
+        fit(True, module=Measured("curve"), max_epochs=1)
+    runs = [fit(graph, module=Appends(), validation=images(14), max_epochs=2) for graph in (False, "auto")]
+    same(*runs)
+    assert captured(runs[1][0]).why_eager == ""
+    assert len(runs[0][1].seen) == len(runs[1][1].seen) == 30
 
 
 class Middle(Callback):

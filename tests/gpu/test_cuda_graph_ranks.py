@@ -76,7 +76,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].clone())
-        graph = trainer._runner.session.graph
+        graph = trainer._runner.session.graphs.update
         self.replays = 0 if graph is None else sum(one.replays for one in graph._steps.values())
 
 
@@ -167,7 +167,7 @@ def one_cannot():
     join()
     trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph="auto")
     trainer.fit(Late(), DataLoader(Samples(60), batch_size=None))
-    why = trainer._runner.session.graph.why_eager
+    why = trainer._runner.session.graphs.update.why_eager
     words = ""
     try:
         quiet_trainer(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,11 +19,13 @@ from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
 from fabricamp.engine.graph.logs import LogTape, LogWatch
+from fabricamp.engine.graph.metric_states import MetricStates
 from fabricamp.engine.graph.refusals import graph_refusal
 from fabricamp.engine.graph.together import Stage, Together
 from fabricamp.engine.graph.window import WindowGradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
+from fabricamp.metrics.slots import MetricTable
 from fabricamp.optimizers import LARC, FusedAdam, FusedSGD
 from fabricamp.state import RunState, Scope
 from fabricamp.strategies import DDP, DelayedDDP, Environment
@@ -369,7 +372,7 @@ def log(one, value):
 
 
 def weights(one):
-    return {key: (cell.weight, cell.number) for key, cell in one.training_table.cells.items()}
+    return {key: (cell.weight, cell.number) for key, cell in one.table(MetricTable.TRAINING).cells.items()}
 
 
 def test_a_tape_gives_the_weights_of_an_eager_step():
@@ -387,8 +390,66 @@ def test_a_tape_gives_the_weights_of_an_eager_step():
         log(eager, 2.0)
     assert weights(eager) == weights(taped)
     assert tape.holds()
-    taped.training_table.widen(1000)
+    taped.table(MetricTable.TRAINING).widen(1000)
     assert not tape.holds()
+
+
+def test_a_tape_sets_the_weight_of_a_torchmetrics_object_again():
+    one, metric = metrics(), torchmetrics.MeanMetric()
+    for _ in range(2):
+        metric.update(torch.ones(2))
+        tape = LogTape(one)
+        one.keep(call("mean", on_epoch=True, on_step=False), metric)
+        tape.take()
+    one.table(MetricTable.TRAINING).clear_epoch()
+    tape.play()
+    (cell,) = one.table(MetricTable.TRAINING).cells.values()
+    assert cell.weight == 1
+
+
+def test_states_of_metrics_stay_in_their_places():
+    """What a capture, a replay, a reset and an eager update do to them; the graph's part is done by hand."""
+    module = nn.Module()
+    module.error, module.listed = torchmetrics.MeanSquaredError(), torchmetrics.CatMetric()
+    module.error.update(torch.ones(3), torch.zeros(3))
+    states = MetricStates(module)
+    places = [module.error.sum_squared_error, module.error.total]
+    module.error.update(torch.ones(2), torch.zeros(2))
+    states.settle()
+    states.take()
+    assert [module.error.sum_squared_error, module.error.total][0] is places[0]
+    assert [one.item() for one in places] == [5, 5]
+    before = states.copy()
+    module.error.reset()
+    module.error.update(torch.full((1,), 2.0), torch.zeros(1))
+    assert states.difference(before) == "the state 'sum_squared_error' of a MeanSquaredError"
+    assert states.bring()
+    assert [one.item() for one in places] == [4, 1]
+    assert module.error.total is places[1]
+    states.play()
+    assert module.error.update_count == 2
+    assert module.error.compute() == 4
+    states.play()
+    assert module.error._computed is None
+    states.put_back(before)
+    assert module.error.update_count == 2
+    assert states.difference(before) == ""
+    module.error.to(torch.float64)
+    module.error.set_dtype(torch.float64)
+    assert not states.bring()
+
+
+def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
+    module = nn.Module()
+    module.error, module.listed = torchmetrics.MeanSquaredError(), torchmetrics.CatMetric()
+    for one in (module.error, module.listed):  # the first update may set more
+        one.update(*[torch.ones(3)] * (2 if one is module.error else 1))
+    attributes, constants = Attributes(module.modules()), Constants(module, {})
+    module.error.update(torch.ones(3), torch.zeros(3))
+    assert attributes.changed() is None
+    assert constants.hold()
+    module.listed.update(torch.ones(3))
+    assert str(attributes.changed()) == "CatMetric.value"
 
 
 def test_a_tape_forgets_a_step_that_did_not_run():
@@ -406,7 +467,7 @@ def test_a_tape_forgets_a_step_that_did_not_run():
 
 @pytest.mark.parametrize("value", [1.0, 2, torch.tensor(1.0)])
 def test_numbers_in_a_watched_step_are_refused(value):
-    watch = LogWatch(metrics())
+    watch = LogWatch(metrics(), "training_step")
     with pytest.raises(NotCapturableError, match=r"self.log\('loss', ...\) with a"):
         watch.keep(call("loss"), value)
     watch.muted = False

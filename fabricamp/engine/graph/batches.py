@@ -49,9 +49,12 @@ def copied(outputs: Any) -> Any:
 class BatchIndex:
     """Stands for ``batch_idx`` in a captured step: it may be passed on, and raises where it is used."""
 
+    def __init__(self, step: str = "training_step") -> None:
+        self._step = step
+
     def _refuse(self, *_: object) -> Any:
         raise NotCapturableError(
-            "training_step uses batch_idx, which a captured step would not see change; count on the device, or leave it out"
+            f"{self._step} uses batch_idx, which a captured step would not see change; count on the device, or leave it out"
         )
 
     __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fabricamp.engine.graph.metric_states import same_bits
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp.engine.graph.metric_states import MetricCopies, MetricStates
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.precision.verdicts import Verdicts
 
@@ -24,11 +27,12 @@ class Copies(NamedTuple):
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
     """Parameters with their ``.grad``, and a copy of it."""
     presence: Presence | None
+    metrics: MetricCopies
     generator: Tensor
 
 
 class StepState:
-    """All that a step writes: weights, buffers, the optimizer's state, loss scale and verdicts, the device's generator.
+    """All that a step writes: weights, buffers, states of metrics and optimizer, loss scale, verdicts, the device's generator.
 
     With ``window`` also the gradients of an open window, which are in ``.grad`` or in ``memory``.
     """
@@ -39,6 +43,7 @@ class StepState:
         optimizer: Optimizer,
         verdicts: Verdicts | None,
         device: torch.device,
+        metric_states: MetricStates,
         *,
         memory: GradientMemory | None = None,
         window: bool = False,
@@ -49,6 +54,7 @@ class StepState:
         self._tensors = {name: one for name, one in found.items() if one.device == device}
         self._parameters = list(module.parameters()) if window else []
         self._memory = memory
+        self._metric_states = metric_states
         self._device = device
 
     @property
@@ -63,6 +69,7 @@ class StepState:
             {name: one.detach().clone() for name, one in self._tensors.items()},
             [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
             None if self._memory is None else self._memory.presence,
+            self._metric_states.copy(),
             torch.cuda.get_rng_state(self._device),
         )
 
@@ -77,18 +84,21 @@ class StepState:
                 gradient.copy_(values)
         if self._memory is not None and copies.presence is not None:
             self._memory.presence = copies.presence
+        self._metric_states.put_back(copies.metrics)
         torch.cuda.set_rng_state(copies.generator, self._device)
 
     def difference(self, copies: Copies) -> str:
         """Names the first tensor whose bits are not those of the copy, or the generator; an empty string where all are."""
         for name, one in self._tensors.items():
-            if not _equal(one, copies.tensors[name]):
+            if not same_bits(one, copies.tensors[name]):
                 return name
         for number, (parameter, _, values) in enumerate(copies.gradients):
             if (parameter.grad is None) != (values is None):
                 return f"whether parameter {number} has a gradient"
-            if parameter.grad is not None and values is not None and not _equal(parameter.grad, values):
+            if parameter.grad is not None and values is not None and not same_bits(parameter.grad, values):
                 return f"the gradient of parameter {number}"
+        if changed := self._metric_states.difference(copies.metrics):
+            return changed
         equal = torch.equal(torch.cuda.get_rng_state(self._device), copies.generator)
         return "" if equal else "the state of the device's random generator"
 
@@ -112,11 +122,6 @@ def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhe
     if not difference:
         state.put_back(replayed)
     return difference
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(left, right)
 
 
 def _named(module: nn.Module, optimizer: Optimizer, verdicts: Verdicts | None) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fabricamp.engine.graph.metric_states import kept_apart
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -35,16 +37,18 @@ class Attributes:
 
     def __init__(self, owners: Iterable[object]) -> None:
         self._before = [
-            (owner, {name: _copied(value, _DEPTH) for name, value in vars(owner).items()})
+            (owner, kept_apart(owner), {name: _copied(value, _DEPTH) for name, value in vars(owner).items()})
             for owner in owners
             if hasattr(owner, "__dict__")
         ]
 
     def changed(self) -> Effect | None:
         """Returns the first attribute that is not what it was."""
-        for owner, before in self._before:
+        for owner, apart, before in self._before:
             now = vars(owner)
             for name in [*before, *(name for name in now if name not in before)]:
+                if name in apart:
+                    continue
                 if name not in before or name not in now or not _same(before[name], now[name], _DEPTH):
                     return Effect(owner, name)
         return None
@@ -89,10 +93,11 @@ class Constants:
 
     def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
         modules = list(module.modules())
+        tables = [*((vars(one), kept_apart(one)) for one in modules), (hparams, frozenset())]
         self._plain = [
             (table, itemgetter(*names), names)
-            for table in (*map(vars, modules), hparams)
-            if (names := [name for name, value in table.items() if _is_plain(value)])
+            for table, apart in tables
+            if (names := [name for name, value in table.items() if name not in apart and _is_plain(value)])
         ]
         self._values = [get(table) for table, get, _ in self._plain]
         self._children = [
@@ -103,9 +108,9 @@ class Constants:
         ]
         self._loose = [
             (table, name, value)
-            for table in map(vars, modules)
+            for table, apart in tables[:-1]
             for name, value in table.items()
-            if isinstance(value, Tensor)
+            if name not in apart and isinstance(value, Tensor)
         ]
         self._tensors = [*module.parameters(), *module.buffers(), *(value for _, _, value in self._loose)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))

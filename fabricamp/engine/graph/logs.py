@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fabricamp.engine.graph.batches import NotCapturableError
+from fabricamp.metrics.slots import MetricTable
+from fabricamp.metrics.values import is_metric
 
 if TYPE_CHECKING:
     from fabricamp.metrics import Metrics
@@ -16,16 +18,17 @@ if TYPE_CHECKING:
 class LogWatch:
     """Stands before the metrics of a run while a step is watched: what it logs has to lie on the device."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, step: str) -> None:
         self._metrics = metrics
+        self._step = step
 
     def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
-        """Keeps a tensor on the device, and refuses anything else."""
-        if not isinstance(value, Tensor) or value.is_cpu:
+        """Keeps a tensor on the device or a torchmetrics object, and refuses anything else."""
+        if not is_metric(value) and (not isinstance(value, Tensor) or value.is_cpu):
             kind = "a tensor on the CPU" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise NotCapturableError(
-                f"training_step calls self.log({call[0]!r}, ...) with {kind}, which a captured step would log for ever; log a "
-                "tensor on the device, or log it in on_train_batch_end"
+                f"{self._step} calls self.log({call[0]!r}, ...) with {kind}, which a captured step would log for ever; log a "
+                "tensor on the device, or log it in the hook behind the batch"
             )
         self._metrics.keep(call, value, batch_size)
 
@@ -34,43 +37,48 @@ class LogWatch:
 
 
 class LogTape:
-    """The weights that a step's ``self.log`` calls give to values: its copies into them are launches of the graph."""
+    """The weights that a step's ``self.log`` calls give to values of ``table``: its copies into them are launches of the graph."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._before = {cell: cell.weight for cell in metrics.training_table.cells.values()}
+    def __init__(self, metrics: Metrics, name: str = MetricTable.TRAINING) -> None:
+        self.table = metrics.table(name)
+        self._before = {cell: cell.weight for cell in self.table.cells.values()}
         for cell in self._before:
-            if cell.per_step:
+            if _is_set(cell):
                 cell.weight = 0
-        self._steps: list[Cell] = []
-        self._epochs: list[tuple[Cell, int]] = []
+        self._set: list[Cell] = []
+        self._added: list[tuple[Cell, int]] = []
         self._bank: Tensor | None = None
 
     def take(self) -> None:
         """Notes what the step has logged since."""
-        table = self._metrics.training_table
-        self._bank = table.bank
-        for cell in table.cells.values():
+        self._bank = self.table.bank
+        for cell in self.table.cells.values():
             before = self._before.get(cell, 0)
-            if not cell.per_step and cell.weight != before:
-                self._epochs.append((cell, cell.weight - before))
-            elif cell.per_step and cell.weight:
-                self._steps.append(cell)
-            elif cell.per_step:
-                cell.weight = before
+            if _is_set(cell):
+                if cell.weight:
+                    self._set.append(cell)
+                else:
+                    cell.weight = before
+            elif cell.weight != before:
+                self._added.append((cell, cell.weight - before))
 
     def undo(self) -> None:
         """Forgets what the step has logged: it did not run."""
-        for cell in self._metrics.training_table.cells.values():
+        for cell in self.table.cells.values():
             cell.weight = self._before.get(cell, 0)
 
     def holds(self) -> bool:
         """Whether the values still lie where the graph writes them."""
-        return self._metrics.training_table.bank is self._bank
+        return self.table.bank is self._bank
 
     def play(self) -> None:
         """Does on the host what ``self.log`` does in an eager step."""
-        for cell in self._steps:
+        for cell in self._set:
             cell.weight = 1
-        for cell, weight in self._epochs:
+        for cell, weight in self._added:
             cell.weight += weight
+
+
+def _is_set(cell: Cell) -> bool:
+    """Whether a call sets the weight, and does not add to it: that of a step's value, and of a torchmetrics object."""
+    return cell.per_step or cell.metric is not None

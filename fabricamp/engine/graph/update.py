@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
-from fabricamp.engine.graph.captured import CapturedStep, reason_of
+from fabricamp.engine.graph.captured import reason_of
+from fabricamp.engine.graph.captured_step import CapturedStep
 from fabricamp.engine.graph.comparison import StepState, compare
-from fabricamp.engine.graph.effects import Attributes, host_generators
-from fabricamp.engine.graph.logs import LogTape, LogWatch
+from fabricamp.engine.graph.logs import LogTape
 from fabricamp.engine.graph.refusals import refused, upload_of
 from fabricamp.engine.graph.together import Stage, Together
+from fabricamp.engine.graph.watch import StepWatch
 from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.engine.update import Update
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.optimizers import LARC, FusedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.optim import Optimizer
 
@@ -57,6 +58,7 @@ class GraphUpdate(Update):
         self._options = options
         self._session = session
         self._attachment = session.attachment
+        self._watch = StepWatch(session, "training_step")
         self._window = WindowGradients(parts.module)
         self._together = Together(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
@@ -180,52 +182,11 @@ class GraphUpdate(Update):
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if seen > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
-        attributes = Attributes(self._owners()) if seen > 1 else None
-        generators = host_generators()
-        try:
-            outputs, waits = self._run_seen(batch, batch_idx, last, looks=seen == _FEWEST_SIGHTS)
-        except NotCapturableError as error:
-            raise refused(str(error)) from None
-        finally:
-            self._attachment.metrics = self._parts.metrics
-        effect = None if attributes is None else attributes.changed()
-        if effect is not None:
-            self._give_up(
-                f"training_step changes {effect}, which a replay would not; keep it in a buffer on the device"
-            )
-        drawn = next((name for name, state in host_generators().items() if generators[name] != state), "")
-        if drawn:
-            self._give_up(f"training_step draws from {drawn}, which a replay would not; draw on the device")
-        if waits:
-            self._give_up(f"the step waits for the device: {waits}; leave the host out of it")
+        call = partial(super().run_batch, batch, batch_idx, last)
+        outputs, reason = self._watch.run(call, compares=seen > 1, looks=seen == _FEWEST_SIGHTS)
+        if reason:
+            self._give_up(reason)
         return outputs
-
-    def _run_seen(self, batch: Any, batch_idx: int, last: bool, *, looks: bool) -> tuple[Any, str]:
-        """Runs a step with an eye on what it logs; returns where it waited too, where that is looked for."""
-        if self._options.required:
-            metrics: Any = LogWatch(self._parts.metrics)
-            self._attachment.metrics = metrics
-        if not looks:
-            return super().run_batch(batch, batch_idx, last), ""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                outputs = super().run_batch(batch, batch_idx, last)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        waits = [one for one in caught if "called a synchronizing CUDA operation" in str(one.message)]
-        for one in caught:
-            if one not in waits and "Synchronization debug mode" not in str(one.message):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        return outputs, f"{waits[0].filename}:{waits[0].lineno}" if waits else ""
-
-    def _owners(self) -> Iterator[object]:
-        yield from self._parts.module.modules()
-        for one in self._session.trainer.callbacks:
-            if not type(one).__module__.startswith("fabricamp."):  # a bar has a thread of its own
-                yield one
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
@@ -245,8 +206,7 @@ class GraphUpdate(Update):
         inputs = copied(batch)
         tape = LogTape(parts.metrics)
         step = CapturedStep(parts.module, inputs, role, tape, memory)
-        watch: Any = LogWatch(parts.metrics)
-        self._attachment.metrics, self._state.capturing = watch, True
+        self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
@@ -314,7 +274,8 @@ class GraphUpdate(Update):
         assert optimizer is not None
         memory = self._memory() if self._sums and self._memory is not None else None
         window = role.accumulate > 1
-        state = StepState(parts.module, optimizer, parts.precision.verdicts, device, memory=memory, window=window)
+        verdicts, metric_states = parts.precision.verdicts, step.metric_states
+        state = StepState(parts.module, optimizer, verdicts, device, metric_states, memory=memory, window=window)
         torch.cuda.empty_cache()
         if not self._together.all(3 * state.bytes < torch.cuda.mem_get_info(device)[0]):
             _LOG.warning("fabricamp: the replay is not compared with an eager step, for which there is no memory")
@@ -368,10 +329,9 @@ class GraphUpdate(Update):
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()
 
-    def close(self, *, failed: bool) -> None:
-        """Frees the graphs; after a failure of several ranks the device may wait for one that is gone, and they stay."""
-        if self._together.alone or not failed:
-            self._drop()
+    def close(self) -> None:
+        """Frees the graphs."""
+        self._drop()
 
 
 def _unchanged(optimizer: Optimizer) -> Callable[[], bool]:

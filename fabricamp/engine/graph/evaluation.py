@@ -1,0 +1,162 @@
+"""Steps of an evaluation, replayed as CUDA graphs: one for each shape of batch and each loader."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.captured import Captured, reason_of
+from fabricamp.engine.graph.logs import LogTape
+from fabricamp.engine.graph.metric_states import same_bits
+from fabricamp.engine.graph.refusals import refused
+from fabricamp.engine.graph.watch import StepWatch
+from fabricamp.metrics.slots import MetricTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from fabricamp.engine.session import Session
+
+_LOG = logging.getLogger("fabricamp")
+_FEWEST_SIGHTS: Final = 2
+_MOST_IN_A_ROW: Final = 3
+
+
+class GraphEvaluation:
+    """Calls ``forward(batch, batch_idx, dataloader_idx)``, or with as many of these as it takes, and replays it where it can."""
+
+    def __init__(self, session: Session, kind: str, forward: Callable[..., Any]) -> None:
+        options = session.settings.cuda_graph
+        assert options is not None
+        self._options = options
+        self._session = session
+        self._state = session.trainer.state
+        self._forward = forward
+        self._step = "predict_step" if kind == "predict" else f"{kind}_step"
+        self._watch = StepWatch(session, self._step)
+        self._table = session.metrics.table(MetricTable.EVALUATION)
+        self._seen: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, Captured] = {}
+        self._stream = torch.cuda.Stream(session.strategy.device)
+        self._captures_in_a_row = 0
+        self.why_eager = ""
+        """Why nothing is captured any more; empty where it is."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs a step."""
+        if self.why_eager:
+            return self._forward(*arguments)
+        try:
+            key = (signature(arguments[0]), self._state.dataloader_idx)
+        except NotCapturableError as error:
+            self._give_up(str(error))
+            return self._forward(*arguments)
+        graph = self._graphs.get(key)
+        if graph is None or not graph.fits():
+            return self._run_without_graph(key, arguments)
+        self._captures_in_a_row = 0
+        every = self._options.check_every
+        if every and graph.replays % every == 0:
+            self._launch_checked(graph, arguments)
+        else:
+            graph.launch(arguments[0])
+        return graph.follow(first=False)
+
+    def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
+        if key in self._graphs:
+            self._captures_in_a_row += 1
+            if self._captures_in_a_row > _MOST_IN_A_ROW:
+                self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
+            self.close()
+            self._seen = dict.fromkeys(self._seen, self._options.warmup - _FEWEST_SIGHTS - 1)
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if self.why_eager or (seen >= self._options.warmup and len(self._graphs) >= self._options.shapes):
+            return self._forward(*arguments)
+        if seen < self._options.warmup:
+            return self._run_watched(arguments, seen)
+        try:
+            graph = self._capture(arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a step does; said, or raised
+            self._give_up(reason_of(error), error)
+            return self._forward(*arguments)
+        self._graphs[key] = graph
+        self._launch_checked(graph, arguments)
+        return graph.follow(first=True)
+
+    def _run_watched(self, arguments: tuple[Any, ...], seen: int) -> Any:
+        looks = seen == self._options.warmup - 1
+        outputs, reason = self._watch.run(lambda: self._forward(*arguments), compares=seen > 1, looks=looks)
+        if reason:
+            self._give_up(reason)
+        return outputs
+
+    def _capture(self, arguments: tuple[Any, ...]) -> Captured:
+        session, state = self._session, self._state
+        inputs = copied(arguments[0])
+        if not all(one.device == self._stream.device for one in tensors_of(inputs)):
+            raise NotCapturableError(
+                "the batch holds tensors that are not on the GPU; move them there, or leave them out"
+            )
+        given = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
+        graph = Captured(session.module, inputs, LogTape(session.metrics, MetricTable.EVALUATION))
+        session.attachment.metrics, state.capturing = self._watch.log_watch(), True
+        torch.cuda.empty_cache()
+        try:
+            graph.capture(lambda: self._forward(*given), self._stream, torch.cuda.graph_pool_handle())
+        finally:
+            session.attachment.metrics, state.capturing = session.metrics, False
+        return graph
+
+    def _launch_checked(self, graph: Captured, arguments: tuple[Any, ...]) -> None:
+        """Runs a replay, and compares its outputs, logged values and metrics' states with those of an eager step."""
+        states, bank, before = graph.metric_states, self._table.bank, self._table.bank.clone()
+        metrics_before = states.copy()
+        graph.launch(arguments[0])
+        replayed = [*map(torch.clone, tensors_of(graph.outputs)), bank.clone()]
+        metrics = states.copy()
+        weights = [(cell, cell.weight) for cell in self._table.cells.values()]
+
+        def eager() -> list[torch.Tensor]:
+            bank.copy_(before)
+            states.put_back(metrics_before)
+            outputs = self._forward(*arguments)
+            return [*tensors_of(outputs), bank.clone()]
+
+        found = eager()
+        difference = states.difference(metrics) or _difference(found, replayed)
+        if difference and _difference(eager(), found):
+            difference = ""  # its own kernels are not deterministic
+        bank.copy_(replayed[-1])
+        states.put_back(metrics)
+        for cell, weight in weights:
+            cell.weight = weight
+        if difference:
+            self._give_up(f"a replay of {self._step} gives other bits than an eager call, first in {difference}")
+
+    def _give_up(self, reason: str, error: BaseException | None = None) -> None:
+        """Runs eagerly from here on, and says why; raises where a graph is required."""
+        if self._options.required:
+            raise refused(reason) from error
+        self.why_eager = reason
+        self.close()
+        if self._session.strategy.rank == 0:
+            _LOG.warning("fabricamp: cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        if self._graphs:
+            torch.cuda.synchronize(self._stream.device)
+            self._graphs.clear()
+
+
+def _difference(found: list[torch.Tensor], replayed: list[torch.Tensor]) -> str:
+    """Says which of the outputs, or of the logged values behind them, has other bits; an empty string where none has."""
+    if len(found) != len(replayed):
+        return "the number of its outputs"
+    for number, (one, other) in enumerate(zip(found, replayed, strict=True)):
+        if not same_bits(one, other):
+            return "a logged value" if number == len(found) - 1 else f"output {number}"
+    return ""
