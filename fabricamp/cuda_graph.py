@@ -76,7 +76,7 @@ def reason_against(device_type: str, strategy: Strategy, settings: Settings) -> 
     """Returns why no step of a Trainer with these arguments can be captured, and what to give; else an empty string."""
     if device_type != "cuda":
         return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
-    if refusal := strategy.refuses_graph(settings.accumulate_grad_batches):
+    if refusal := strategy.refuses_graph(settings.most_accumulated):
         return refusal
     if settings.detect_anomaly:
         return "detect_anomaly=True reads each operation's result on the host; leave one of them out"

@@ -71,9 +71,14 @@ class Settings:
     """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all."""
 
     @property
+    def most_accumulated(self) -> int:
+        """How many micro-batches a window has at most."""
+        return max(self.accumulate_grad_batches, *(self.accumulation_schedule or {0: 1}).values())
+
+    @property
     def accumulates(self) -> bool:
         """Whether there are steps of several micro-batches."""
-        return max(self.accumulate_grad_batches, *(self.accumulation_schedule or {0: 1}).values()) > 1
+        return self.most_accumulated > 1
 
     def accumulated_in(self, epoch: int) -> int:
         """How many micro-batches make a step in this epoch."""

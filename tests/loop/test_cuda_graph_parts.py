@@ -82,7 +82,7 @@ class Parts:
         self.precision = OptLevel("O0")
         self.optimizers = [optimizer(self.module.parameters())]
         self.schedulers = list(schedulers)
-        settings = SimpleNamespace(accumulate_grad_batches=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
+        settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
         self.limits = SimpleNamespace(settings=settings)
         self._callbacks = callbacks
 
