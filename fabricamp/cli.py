@@ -103,8 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fabricamp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, summary in RUNS.items():
-        command = _add_command(commands, name, summary, epilog=_examples_of(name))
+        command = _add_command(commands, name, summary, epilog=_examples_of(name), add_help=False)
         command.add_argument("config", type=Path, help="the YAML file")
+        about = "show this, the Trainer's arguments and, behind a YAML file, those of all classes that it names"
+        command.add_argument("-h", "--help", action=_RunHelp, help=about)
         command.add_argument(
             "overrides",
             nargs="*",
@@ -120,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(commands: Any, name: str, about: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, name: str, about: str, epilog: str | None = None, *, add_help: bool = True
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
@@ -128,6 +132,7 @@ def _add_command(commands: Any, name: str, about: str, epilog: str | None = None
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         allow_abbrev=False,
+        add_help=add_help,
     )
     return parser
 
@@ -139,6 +144,31 @@ def _add_doctor(commands: Any) -> None:
         action="store_true",
         help="first compare kernels with torch's operations on the GPUs here (minutes), and keep which are faster",
     )
+
+
+class _RunHelp(argparse.Action):
+    """Shows the help of a run, and every argument that its file can hold."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=options.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        """Prints it and ends."""
+        from fabricamp.arguments.described import described
+        from fabricamp.config import check_config, read_config, targets_of
+        from fabricamp.trainer import Trainer
+
+        parser.print_help()
+        path: Path | None = getattr(namespace, "config", None)
+        found: list[tuple[str, Any]] = [("trainer", Trainer)]
+        if path is not None and path.is_file():
+            content = read_config(path)
+            check_config(content)
+            found = list(targets_of(content))
+        for where, target in found:
+            name = getattr(target, "__name__", str(target))
+            print("", described(f"{where} ({name})", target), sep="\n")
+        parser.exit()
 
 
 def _add_plot(commands: Any) -> None:

@@ -99,6 +99,20 @@ def check_config(content: Mapping[str, Any]) -> None:
     _check_node(content.get("data"), "data", DataModule)
 
 
+def targets_of(content: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields every class or function that a checked configuration names, with the place where it does, the Trainer first."""
+
+    def within(node: Any, where: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+        if isinstance(node, dict) and TARGET in node:
+            yield where, locate(node[TARGET], f"{where}.{TARGET}")
+        for key, value in _children(node):
+            yield from within(value, f"{where}.{key}")
+
+    yield from within(_trainer_section(content), "trainer")
+    for name in ("module", "data"):
+        yield from within(content.get(name), name)
+
+
 def build_parts(content: Mapping[str, Any]) -> Parts:
     """Returns what a checked configuration describes; seeds first."""
     if content.get("seed") is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,15 @@ def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
             result = copy.copy(value) if result is value else result
             object.__setattr__(result, field.name, new)  # frozen ones too, without running __init__ again
     return result
+
+
+def own_containers(value: Any) -> Any:
+    """Returns lists and mappings of OmegaConf, which hydra's ``instantiate`` passes, as Python's; anything else as it is."""
+    if not type(value).__module__.startswith("omegaconf."):
+        return value
+    if isinstance(value, Mapping):
+        return {key: own_containers(value[key]) for key in value}
+    return [own_containers(item) for item in value] if isinstance(value, Sequence) else value
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Keywords that a class does not take: refused by its own name, with what was probably meant."""
+"""What constructors are called with: keywords that a class does not take are refused, OmegaConf's containers become Python's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fabricamp.containers import own_containers
 from fabricamp.errors import UnknownArgumentError, meant, nearest
 
 
@@ -23,8 +24,13 @@ class NamesKeywords:
 
 
 def _refusing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
+    converts = owner.__module__.startswith("fabricamp.")  # a user's class may want OmegaConf's containers as they are
+
     @functools.wraps(init)
     def initialize(self: object, *args: Any, **given: Any) -> None:
+        if converts:
+            args = tuple(map(own_containers, args))
+            given = {name: own_containers(value) for name, value in given.items()}
         try:
             init(self, *args, **given)
         except TypeError:

@@ -24,7 +24,8 @@ NOT_OFFERED: Final = {
     "callbacks.ModelPruning": "call torch.nn.utils.prune in a Callback",
     "callbacks.OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "callbacks.SpikeDetection": "use Trainer(nan_policy=...) for what is not finite",
-    "cli.LightningCLI": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
+    "cli.LightningCLI": "name module and data by _target_ in a YAML file, and run `fabricamp fit config.yaml trainer.max_epochs=3 "
+    "module.lr=1e-3` (`fabricamp fit config.yaml --help` lists every argument; docs/configuration.md)",
     "cli.LightningArgumentParser": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
     "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
     "demos": "write the module into your test: a linear layer is ten lines",

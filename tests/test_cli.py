@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fabricamp import Trainer
 from fabricamp.cli import main
 
 COMMAND = (sys.executable, "-m", "fabricamp")
@@ -84,6 +88,34 @@ def test_fit_writes_the_resolved_configuration_beside_the_logs():
     assert "lr: 0.0003" in copy.read_text()
     assert "${" not in copy.read_text()
     assert main(["validate", str(copy), "trainer.logger=false"]) == 0
+
+
+def test_the_written_configuration_runs_the_run_again(monkeypatch):
+    """From another folder, with the same bits."""
+    assert main(["fit", "config.yaml", "module.lr=0.03", "seed=7", "trainer.max_epochs=2"]) == 0
+    (copy,) = Path.cwd().rglob("version_0/config.yaml")
+    elsewhere = Path("elsewhere")
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["fit", str(copy)]) == 0
+    checkpoints = [next(one.rglob("*step=10.ckpt")) for one in (copy.parent, Path.cwd())]
+    first, second = (torch.load(one, weights_only=True) for one in checkpoints)
+    assert first["global_step"] == second["global_step"] == 10
+    assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items())
+
+
+def test_help_has_every_argument_of_what_a_file_names(capsys):
+    for words in (["fit", "--help"], ["fit", "config.yaml", "--help"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        out = capsys.readouterr().out
+        parameters = inspect.signature(Trainer).parameters.values()
+        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        missing = [name for name in names if not re.search(rf"^  {name} \(default .*\): \S", out, flags=re.MULTILINE)]
+        assert missing == []
+        assert len(names) > 30
+        assert ("module (Net):\n  lr (default 0.1)\n  fail (default '')" in out) == (len(words) == 3)
+        assert ("data (Data):\n  takes no arguments" in out) == (len(words) == 3)
 
 
 def test_without_a_logger_no_configuration_is_written():

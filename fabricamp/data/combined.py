@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
+from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
 from fabricamp.errors import ConfigError, nearest
@@ -22,19 +23,21 @@ _END = object()
 class CombinedLoader:
     """One batch of every loader at a time, in the collection they came in (dict, list or tuple; these may hold others).
 
-    ``max_size_cycle``: as long as the longest, shorter ones start again (in another order where they are shuffled);
-    ``max_size``: as long as the longest, None for those that ended; ``min_size``: as long as the shortest;
+    ``min_size``: as long as the shortest; ``max_size``: as long as the longest, None for those that ended;
+    ``max_size_cycle``: as long as the longest, shorter ones start again (in another order where they are shuffled), which is what
+    ``fit`` makes of a bare collection;
     ``sequential``: one loader after the other, its batches as they are; an evaluation keeps these loaders apart.
 
     Iterated by hand it gives ``(batch, batch_idx, dataloader_idx)``.
 
     >>> list(CombinedLoader({"a": [1, 2], "b": [3]}))
-    [({'a': 1, 'b': 3}, 0, 0), ({'a': 2, 'b': 3}, 1, 0)]
+    [({'a': 1, 'b': 3}, 0, 0)]
     >>> list(CombinedLoader({"a": [1, 2], "b": [3]}, "sequential"))
     [(1, 0, 0), (2, 1, 0), (3, 0, 1)]
     """
 
-    def __init__(self, loaders: dict[str, Any] | list[Any] | tuple[Any, ...], mode: Mode = "max_size_cycle") -> None:
+    def __init__(self, iterables: dict[str, Any] | list[Any] | tuple[Any, ...], mode: Mode = "min_size") -> None:
+        loaders = own_containers(iterables)
         if mode not in get_args(Mode):
             allowed = ", ".join(repr(known) for known in get_args(Mode))
             raise ConfigError(
@@ -254,6 +257,7 @@ class _Source:
 
 def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     """Returns a :class:`CombinedLoader` of a dict, list or tuple of loaders; anything else (a list of batches) as it is."""
+    loaders = own_containers(loaders)
     if not isinstance(loaders, dict | list | tuple) or not loaders:
         return loaders
     if isinstance(loaders, dict):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.arguments import DATA, build
+from fabricamp.containers import own_containers
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import HyperparametersMixin
@@ -136,6 +137,7 @@ class DataModule(HyperparametersMixin):
 
 def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
     """A loader of a dataset, or a list of loaders of several."""
+    datasets = own_containers(datasets)
     if isinstance(datasets, list | tuple):
         return [_loaders(one, shuffle, batch_size, num_workers) for one in datasets]
     shuffle = shuffle and not isinstance(datasets, IterableDataset)

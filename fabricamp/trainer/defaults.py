@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
 from fabricamp.arguments.checks import NO_LIMIT
+from fabricamp.containers import own_containers
 from fabricamp.errors import ConfigError
 
 Arguments = ParamSpec("Arguments")
@@ -74,7 +75,8 @@ def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, Non
     def initialize(*args: Arguments.args, **given: Arguments.kwargs) -> None:
         found = {name: os.environ.get(f"PL_TRAINER_{name.upper()}") for name in names}
         values = {name: _parsed(text) for name, text in found.items() if text}
-        init(*args, **_bared({**values, **given}))
+        values |= {name: own_containers(value) for name, value in given.items()}
+        init(*args, **_bared(values))
 
     return initialize
 

@@ -68,13 +68,18 @@ def test_sized_and_unsized_loaders_combine_alike(lengths, mode):
     assert len(list(sized)) == len(sized)
 
 
+def test_by_default_the_shortest_ends_it_but_fit_begins_shorter_ones_again():
+    assert len(CombinedLoader(iterables=[[1, 2], [3]])) == 1  # as in Lightning
+    assert combine([DataLoader(range(2)), DataLoader(range(1))]).mode == "max_size_cycle"
+
+
 def test_collections_keep_their_kind():
     assert next(CombinedLoader([[1], [2]]).batches()) == [1, 2]
     assert next(CombinedLoader(([1], [2])).batches()) == (1, 2)
 
 
 def test_collections_in_collections():
-    combined = CombinedLoader({"a": [DataLoader([1, 2], batch_size=None), range(3)], "b": {"c": [7]}})
+    combined = CombinedLoader({"a": [DataLoader([1, 2], batch_size=None), range(3)], "b": {"c": [7]}}, "max_size_cycle")
     assert len(combined) == 3
     assert [batch["a"] for batch in combined.batches()] == [[1, 0], [2, 1], [1, 2]]
     assert [batch["b"] for batch in combined.batches()] == [{"c": 7}] * 3
@@ -85,7 +90,7 @@ def test_collections_in_collections():
 def test_a_shorter_loader_that_starts_again_is_shuffled_anew():
     def pass_over(epoch):
         loaders = {"long": range(12), "short": DataLoader(range(6), shuffle=True, batch_size=None)}
-        combined = wire_loader(CombinedLoader(loaders), train=True, rank=0, world_size=1, seed=0)
+        combined = wire_loader(combine(loaders), train=True, rank=0, world_size=1, seed=0)
         torch.manual_seed(epoch)
         drawn = [batch["short"] for batch in combined.batches()]
         return drawn[:6], drawn[6:]
@@ -112,7 +117,7 @@ def test_nothing_is_drawn_past_a_known_end():
                 drawn.append((self.name, index))
                 yield index
 
-    list(CombinedLoader([Loader("a", 3), Loader("b", 2)]))
+    list(CombinedLoader([Loader("a", 3), Loader("b", 2)], "max_size_cycle"))
     assert drawn == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 0)]
 
 
@@ -129,7 +134,7 @@ def test_wrong_ones_are_refused():
 
 def test_a_loader_that_cannot_start_again_is_named():
     with pytest.raises(ConfigError, match="cannot start again"):
-        list(CombinedLoader([[1, 2, 3], iter([1])]))
+        list(CombinedLoader([[1, 2, 3], iter([1])], "max_size_cycle"))
 
 
 def test_streams_end_with_the_longest():
@@ -137,7 +142,7 @@ def test_streams_end_with_the_longest():
         def __iter__(self):
             return iter(range(5))
 
-    combined = CombinedLoader({"stream": DataLoader(Stream(), batch_size=None), "list": [7, 8]})
+    combined = CombinedLoader({"stream": DataLoader(Stream(), batch_size=None), "list": [7, 8]}, "max_size_cycle")
     assert [batch["stream"] for batch in combined.batches()] == [0, 1, 2, 3, 4]
     endless = CombinedLoader({"stream": itertools.count(), "list": [7, 8]}, "min_size")
     assert list(endless.batches()) == [{"stream": 0, "list": 7}, {"stream": 1, "list": 8}]

@@ -94,7 +94,8 @@ def test_several_loaders_are_not_read_past():
 
     def make():
         datasets.append((Numbers(40), Numbers(6)))
-        return wired(CombinedLoader([DataLoader(dataset, 2, shuffle=True) for dataset in datasets[-1]]))
+        members = [DataLoader(dataset, 2, shuffle=True) for dataset in datasets[-1]]
+        return wired(CombinedLoader(members, "max_size_cycle"))
 
     behind, batches = resumed(make, 17)
     assert (behind, len(batches)) == (17, 3)
