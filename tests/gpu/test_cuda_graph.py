@@ -574,7 +574,7 @@ def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
         trainer = fitted[0]
         results = trainer.validate(module, loaders)
         if graph:
-            (evaluation,) = trainer._runner.session.graphs._evaluations
+            (evaluation,) = trainer._runner.session.graphs._evaluations.values()
             assert not evaluation.why_eager
         predictions = trainer.predict(module, images(12, last=3))
         found.append((fitted, watch, results, predictions))
@@ -594,7 +594,7 @@ def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
 def test_an_evaluation_that_is_replayed():
     class Look(Callback):
         def on_validation_epoch_end(self, trainer, module):
-            graphs = trainer._runner.session.graphs._evaluations
+            graphs = trainer._runner.session.graphs._evaluations.values()
             self.replays = sum(one.replays for each in graphs for one in each._graphs.values())
 
     look, module = Look(), Measured()

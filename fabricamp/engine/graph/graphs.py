@@ -21,7 +21,7 @@ class Graphs:
         self.update: GraphUpdate | None = None
         """What captures the steps of a fit; None where they are not."""
         self._session = session
-        self._evaluations: list[GraphEvaluation] = []
+        self._evaluations: dict[str, GraphEvaluation] = {}
         self._stream: SideStream | None = None
 
     @property
@@ -34,18 +34,18 @@ class Graphs:
             self._stream = SideStream(self._session.strategy.device)
 
     def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what calls an evaluation's step: ``forward``, or what captures and replays it."""
+        """Returns what calls the step of an evaluation of ``kind``: ``forward``, or what captures and replays it."""
         if not self._wanted or self._session.strategy.refuses_graph(1):
             return forward
-        graphs = GraphEvaluation(self._session, kind, forward)
-        self._evaluations.append(graphs)
-        return graphs
+        if kind not in self._evaluations:  # another loop, over loaders that were reloaded, goes on with these
+            self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
+        return self._evaluations[kind]
 
     def close(self, *, failed: bool) -> None:
         """Frees the graphs; after a failure of several ranks the device may wait for one that is gone, and they stay."""
         waits = not failed or self._session.strategy.world_size == 1
         if waits:
-            for one in (self.update, *self._evaluations):
+            for one in (self.update, *self._evaluations.values()):
                 if one is not None:
                     one.close()
         if self._stream is not None:
