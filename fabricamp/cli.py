@@ -20,7 +20,7 @@ RUNS = {
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
 }
-COMMANDS = (*RUNS, "plot", "runs", "verify", "export", "doctor")
+COMMANDS = (*RUNS, "bench", "plot", "runs", "verify", "export", "doctor")
 
 OVERVIEW = """\
 A PyTorch trainer.  A run is described by a YAML file:
@@ -42,6 +42,8 @@ A PyTorch trainer.  A run is described by a YAML file:
     batch: 64
 """
 
+_BENCH = "measure where the time of a batch goes: data, host, forward, backward, exchange, update; on a GPU as a CUDA graph too"
+
 EXAMPLES = """\
 examples:
   fabricamp fit config.yaml
@@ -49,6 +51,7 @@ examples:
   fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
   fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
+  fabricamp bench config.yaml trainer.precision=O1 --out step.png
   fabricamp plot runs/version_0 runs/version_1 --out both.png
   fabricamp runs runs                                 (the runs in this folder, and how they ended)
   fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
             return _run(options.command, options.config, [*options.overrides, *unknown])
+        if options.command == "bench":
+            return _measure(options, unknown)
         if unknown:
             taken = (
                 "--measure alone" if options.command == "doctor" else f"what `fabricamp {options.command} --help` shows"
@@ -102,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fabricamp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, summary in RUNS.items():
+    for name, summary in (*RUNS.items(), ("bench", _BENCH)):
         command = _add_command(commands, name, summary, epilog=_examples_of(name), add_help=False)
         command.add_argument("config", type=Path, help="the YAML file")
         about = "show this, the Trainer's arguments and, behind a YAML file, those of all classes that it names"
@@ -114,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
+        if name == "bench":
+            command.add_argument("--steps", type=int, default=100, help="how many are measured; 100 by default")
+            command.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too")
     _add_plot(commands)
     _add_runs(commands)
     _add_verify(commands)
@@ -182,6 +190,14 @@ def _add_plot(commands: Any) -> None:
     plot.add_argument(
         "--smooth", type=float, default=0.6, metavar="SHARE", help="0 (raw values alone) to below 1; 0.6 by default"
     )
+
+
+def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
+    from fabricamp.bench import bench
+
+    for line in bench(options.config, [*options.overrides, *unknown], steps=options.steps, out=options.out):
+        print(line)
+    return 0
 
 
 def _add_runs(commands: Any) -> None:

@@ -124,6 +124,42 @@ def test_without_a_logger_no_configuration_is_written():
     assert [file.read_text() for file in Path.cwd().rglob("config.yaml")] == [CONFIG]
 
 
+def test_bench_shows_where_the_time_goes_and_leaves_nothing_but_the_picture(capsys):
+    before = set(Path.cwd().rglob("*"))
+    words = ["bench", "config.yaml", "--steps", "6", "--out", "step.png", "trainer.accumulate_grad_batches=2"]
+    kinds = ", ".join(
+        f"{{_target_: fabricamp.callbacks.{name}}}" for name in ("LearningRateMonitor", "ModelCheckpoint")
+    )
+    assert main([*words, f"trainer.callbacks=[{kinds}]", "trainer.max_epochs=1", "ckpt_path=last"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"eager: \d+\.\d{3} ms a batch \(mean of \d+\)", lines[0])
+    assert [line.split()[0] for line in lines[1:]] == ["data", "host", "forward", "backward", "update", "picture:"]
+    made = {path.name for path in set(Path.cwd().rglob("*")) - before if "__pycache__" not in str(path)}
+    assert made == {"step.png"}
+    assert Path("step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_bench_measures_a_graph_too(capsys):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    words = ["bench", "config.yaml", "--steps", "20", "trainer.accelerator=gpu"]
+    assert main(words) == 0  # torch's SGD counts on the host
+    assert "graph: " in capsys.readouterr().out
+    Path("parts_of_command.py").write_text(
+        PARTS.replace("torch.optim.SGD", "fabricamp.optimizers.FusedSGD").replace(
+            "import torch\n", "import torch\nimport fabricamp.optimizers\n", 1
+        )
+    )
+    sys.modules.pop("parts_of_command", None)
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("graph: "))
+    assert lines[at].endswith("ms a batch (mean of 20)")
+    assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["data", "host", "graph"]
+
+
 def test_validate_test_and_predict(capfd):
     assert main(["validate", "config.yaml"]) == 0
     assert "val_loss" in capfd.readouterr().out
@@ -147,6 +183,10 @@ def test_validate_test_and_predict(capfd):
         (["fit", "config.yaml", "--trainer.precision=O1"], "as in trainer.precision=O1"),
         (["fit", "config.yaml", "trainer.strategy=dpp"], "did you mean 'ddp'?"),
         (["fit", "config.yaml", "module.fail=config"], "this cannot work; change that"),
+        (["bench", "config.yaml", "--steps", "0"], "--steps 0 is not allowed"),
+        (["bench", "config.yaml", "--out", "step.txt"], "give a file that ends in .png"),
+        (["bench", "config.yaml", "trainer.devices=2"], "torchrun --nproc-per-node 2"),
+        (["bench", "config.yaml", "trainer.limit_train_batches=0"], "ended within its first 30 batches"),
     ],
 )
 def test_a_mistake_gets_one_line_and_code_2(words, message, capfd):
@@ -218,7 +258,7 @@ def test_the_console_script_is_the_same_command():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "bench"])
 def test_a_command_shows_its_own_examples(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

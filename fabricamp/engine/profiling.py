@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricamp.data import Feed
     from fabricamp.engine.evaluation import EvaluationLoop
     from fabricamp.engine.loop import FitLoop
+    from fabricamp.engine.session import Session
     from fabricamp.module import TrainingModule
     from fabricamp.profilers.profiler import Profiler
     from fabricamp.state import TrainerFn
@@ -54,16 +55,18 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
     profiler.describe()
 
 
-def profile_fit(trainer: Trainer, loop: FitLoop) -> FitLoop:
+def profile_fit(session: Session, loop: FitLoop) -> FitLoop:
     """Returns the loop, the parts of its epochs actions where there is a profiler: each on its object, for this fit."""
-    profiler = profiler_of(trainer)
+    profiler = profiler_of(session.trainer)
     if profiler is None:
         return loop
     update, parts = loop.update, loop.parts
     place, module = _strategy(parts.strategy), f"[LightningModule]{type(parts.module).__name__}"
     given: Any = loop  # methods of one object are replaced, which a type checker does not know
     given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
+    given._validate = profiled(profiler, "[_EvaluationLoop].run", loop._validate)
     changed: Any = update
+    changed._reduce = profiled(profiler, f"{place}.reduce_gradients", update._reduce)
     use = update.use
 
     def use_profiled(step: Callable[..., Any]) -> None:
@@ -81,6 +84,11 @@ def profile_fit(trainer: Trainer, loop: FitLoop) -> FitLoop:
         backward=profiled(profiler, f"{place}.backward", bound.backward),
         plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
     )
+    attachment = session.attachment
+    if attachment.manual_backward is not None:
+        attachment.manual_backward = profiled(profiler, f"{place}.backward", attachment.manual_backward)
+        for one in attachment.optimizers:
+            one.update = one.update and profiled(profiler, f"{module}.optimizer_step", one.update)
     return loop
 
 

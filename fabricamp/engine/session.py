@@ -255,7 +255,7 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
-        return profile_fit(self.trainer, FitLoop(parts, update))
+        return profile_fit(self, FitLoop(parts, update))
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import ConfigError
+from fabricamp.profilers.phases import PhaseClock, bars
 from fabricamp.profilers.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class SimpleProfiler(Profiler):
     """Adds up how long each action took, on the host: a GPU that computes meanwhile is waited for by whoever needs its result.
 
-    Actions lie within each other, as a hook within its batch: the shares do not add up to 100.
+    Actions lie within each other, as a hook within its batch: the shares do not add up to 100.  Behind them stands where the time
+    of a training batch goes, each part of it once.
 
     Args:
         dirpath: the folder of the report; None is that of the run's logs.
@@ -36,16 +38,19 @@ class SimpleProfiler(Profiler):
         self.recorded_durations: dict[str, list[float]] = {}
         """The seconds of each call, by action."""
         self.start_time = time.monotonic()
+        self.phases = PhaseClock()
 
     def start(self, action_name: str) -> None:
         """Notes the time."""
         if action_name in self.current_actions:
             raise ConfigError(f"the action {action_name!r} is started within itself; give the inner one another name")
         self.current_actions[action_name] = time.monotonic()
+        self.phases.start(action_name)
 
     def stop(self, action_name: str) -> None:
         """Notes how long it took."""
         end = time.monotonic()
+        self.phases.stop(action_name)
         if action_name not in self.current_actions:
             raise ConfigError(f"the action {action_name!r} is stopped and was not started; call start first")
         seconds = end - self.current_actions.pop(action_name)
@@ -68,4 +73,7 @@ class SimpleProfiler(Profiler):
             )
             for row in kept
         ]
-        return "\n".join([f"Profile of {self._stage or 'the run'}: {whole:.3f} s", *(line.rstrip() for line in lines)])
+        found = self.phases.breakdown("Training, as the host sees it")
+        steps = [] if found is None else [bars([found])]
+        head = f"Profile of {self._stage or 'the run'}: {whole:.3f} s"
+        return "\n".join([head, *(line.rstrip() for line in lines), *steps])

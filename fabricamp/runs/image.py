@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError
+from fabricamp.profilers.phases import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp.profilers.phases import Breakdown
     from fabricamp.runs.panels import Line, Panel
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -43,6 +45,29 @@ def save(panels: Sequence[Panel], out: str | Path) -> None:
     if len(runs) > 1:
         handles = {line.get_label(): line for axes in rows for line in axes.get_lines() if line.get_label() in runs}
         figure.legend(handles.values(), handles.keys(), loc="outside upper left")
+    _write(figure, path)
+
+
+def save_bars(found: Sequence[Breakdown], out: str | Path) -> None:
+    """Writes a bar for each breakdown of a batch, its phases one behind the other, to a .png, .svg or .pdf file."""
+    path = check_out(out)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.7 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in PHASES if any(name in one.seconds for one in found)]
+    ends = [0.0] * len(found)
+    for name in names:
+        widths = [1e3 * max(one.seconds.get(name, 0.0), 0.0) for one in found]
+        axes.barh([one.title for one in found], widths, left=ends, label=name, color=f"C{PHASES.index(name)}")
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a batch")
+    figure.legend(loc="outside upper left", ncols=len(names))
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

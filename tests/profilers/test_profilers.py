@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fabricamp import Callback, ConfigError
 from fabricamp.engine.loop import FitLoop
 from fabricamp.loggers import CSVLogger
 from fabricamp.profilers import PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from fabricamp.profilers.phases import PhaseClock
 from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -84,6 +86,96 @@ def test_the_table_stands_at_the_end_of_each_run(capsys):
     assert float(batches[2]) == pytest.approx(sum(seconds), abs=6e-4)
     trainer.test(Classifier(), loader(16), verbose=False)
     assert "[Strategy]Strategy.test_step" in capsys.readouterr().out
+
+
+def test_the_phases_of_a_batch_stand_behind_the_table():
+    profiler = SimpleProfiler(filename="report")
+    quiet_trainer(max_epochs=2, profiler=profiler, callbacks=[Hooked()]).fit(Own(), loader(16), loader(8))
+    lines = Path("fit-report.txt").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("Training, as the host sees it: "))
+    assert lines[at].endswith("ms a batch (mean of 8)")
+    assert [line.split()[0] for line in lines[at + 1 :]] == ["data", "host", "forward", "backward", "update"]
+    assert min(profiler.phases.breakdown("").seconds.values()) > 0
+
+
+def test_a_step_by_hand_has_phases_within_it():
+    class ByHand(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    profiler = SimpleProfiler()
+    quiet_trainer(max_steps=4, profiler=profiler).fit(ByHand(), loader(16))
+    found = profiler.phases.breakdown("").seconds
+    assert list(found) == ["data", "host", "forward", "backward", "update"]
+    assert min(found.values()) > 0
+
+
+def exchanged():
+    profiler = SimpleProfiler()
+    trainer = quiet_trainer(max_steps=4, profiler=profiler, strategy="delayed_ddp", devices="auto")
+    trainer.fit(Classifier(), loader(32))
+    return list(profiler.phases.breakdown("").seconds)
+
+
+def test_the_exchange_of_ranks_is_a_phase():
+    assert run_ranks(exchanged, 2)[0] == ["data", "host", "forward", "backward", "exchange", "update"]
+
+
+class Marks:
+    """A clock that a test turns."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def run(self, clock, action, *inner, before=0.0, behind=0.0):
+        clock.start(action)
+        self.now += before
+        for one in inner:
+            one()
+        self.now += behind
+        clock.stop(action)
+
+
+def test_a_phase_within_another_counts_once_and_what_has_been_can_be_forgotten():
+    marks = Marks()
+    for graph in (False, True):
+        clock = PhaseClock(marks, graph=graph)
+        run = functools.partial(marks.run, clock)
+
+        def batch(run=run):
+            run("[_TrainingEpochLoop].train_dataloader_next", before=1)
+            run(
+                "run_training_batch",
+                lambda: run("[Strategy]DDP.training_step", before=2),
+                lambda: run("[Strategy]DDP.backward", lambda: run("[Callback]X.backward", before=1), before=3),
+                lambda: run(
+                    "[LightningModule]X.optimizer_step",
+                    lambda: run("[Strategy]DDP.reduce_gradients", before=5),
+                    before=7,
+                ),
+                before=11,
+            )
+
+        run(
+            "run_training_epoch",
+            batch,
+            clock.restart,
+            batch,
+            batch,
+            lambda: run("[_EvaluationLoop].run", lambda: run("[_EvaluationLoop].val_next", before=100), before=100),
+            before=50,
+            behind=26,
+        )
+        found = clock.breakdown("it")
+        expected = {"data": 1, "host": 24, "forward": 2, "backward": 4, "exchange": 5, "update": 7}
+        assert found == ("it", {"data": 1, "host": 13, "graph": 29} if graph else expected, 2)
+    assert PhaseClock(marks).breakdown("nothing") is None
 
 
 def test_a_report_in_a_file_of_the_logs():

@@ -1,0 +1,128 @@
+"""Where the time of a batch goes: a few steps of a configured training, measured eagerly and as a CUDA graph."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.callbacks import ModelCheckpoint, ProgressBar
+from fabricamp.config import SaveConfig, build_parts, check_config, read_config
+from fabricamp.errors import ConfigError
+from fabricamp.loggers.dummy import DummyLogger
+from fabricamp.profilers import Profiler
+from fabricamp.profilers.phases import Breakdown, PhaseClock, bars
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+WARMUP: Final = 30
+"""Batches before those that are measured: kernels are chosen in them, and a graph is captured and compared."""
+_OVERRIDES: Final = (
+    "trainer.max_epochs=-1",
+    "trainer.max_time=null",
+    "trainer.min_epochs=null",
+    "trainer.min_steps=null",
+    "trainer.fast_dev_run=false",
+    "trainer.limit_val_batches=0",
+    "trainer.num_sanity_val_steps=0",
+    "trainer.logger=false",
+    "trainer.profiler=null",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+)
+
+
+class StepProfiler(Profiler):
+    """Measures the phases of the batches behind :data:`WARMUP`: on a GPU by events, which nobody waits for before the end."""
+
+    def __init__(self, title: str, *, on_gpu: bool, graph: bool) -> None:
+        super().__init__()
+        self.found: Breakdown | None = None
+        self._title = title
+        self._on_gpu = on_gpu
+        self.clock = PhaseClock(_event, _seconds, graph=graph) if on_gpu else PhaseClock(graph=graph)
+        self._warm = False
+
+    def start(self, action_name: str) -> None:
+        """An action begins."""
+        self.clock.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """It is over."""
+        self.clock.stop(action_name)
+        if not self._warm and self.clock.batches == WARMUP:
+            self._warm = True
+            self.clock.restart()
+
+    def describe(self) -> None:
+        """Works out the mean batch, and prints nothing."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.found = self.clock.breakdown(self._title) if self._warm else None
+
+
+def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | None = None) -> list[str]:
+    """Returns the lines that say where the time of a batch goes, and draws them into a file where ``out`` says so.
+
+    Trains ``steps`` steps behind :data:`WARMUP` others, without validation, logs and checkpoints; on a GPU once more as a CUDA
+    graph.  Raises :class:`ConfigError` for a configuration that cannot be run so.
+    """
+    from fabricamp.runs.image import check_out, save_bars
+
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} is not allowed; give a whole number from 1")
+    if out is not None:
+        check_out(out)
+    eager, on_gpu = _measured(path, [*overrides, "trainer.cuda_graph=false"], steps, "eager", graph=False)
+    found, said = [eager], []
+    if on_gpu:
+        try:
+            found.append(_measured(path, [*overrides, "trainer.cuda_graph=true"], steps, "graph", graph=True)[0])
+        except ConfigError as error:
+            said.append(f"graph: {error}")
+    shown = [one for one in found if one is not None]
+    if out is not None and shown:
+        save_bars(shown, out)
+        said.append(f"picture: {out}")
+    return [*(bars(shown).splitlines() if shown else []), *said]
+
+
+def _measured(
+    path: Path, overrides: Sequence[str], steps: int, title: str, *, graph: bool
+) -> tuple[Breakdown | None, bool]:
+    """Trains; returns the mean batch (None on other ranks than the first), and whether it ran on a GPU."""
+    with tempfile.TemporaryDirectory(prefix="fabricamp-bench-") as folder:
+        own = (f"trainer.max_steps={WARMUP + steps}", f"trainer.default_root_dir={folder}", *_OVERRIDES)
+        content = read_config(path, [*overrides, *own])
+        check_config(content)
+        trainer, module, data, _ = build_parts(content)
+        if trainer._runner.launches:
+            raise ConfigError(
+                f"bench measures in processes that are there already, and this configuration starts {trainer.world_size}; give "
+                "trainer.devices=1, or: torchrun --nproc-per-node 2 -m fabricamp bench ..."
+            )
+        on_gpu = trainer.device_type == "cuda"
+        profiler = StepProfiler(title, on_gpu=on_gpu, graph=graph)
+        left_out = (ModelCheckpoint, ProgressBar, SaveConfig)
+        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, left_out)]
+        trainer.loggers[:] = [DummyLogger()]
+        trainer.profiler = profiler
+        trainer.fit(module, datamodule=data)
+    if profiler.found is None:
+        raise ConfigError(
+            f"the training ended within its first {WARMUP} batches, which are not measured; give it more, or fewer limits"
+        )
+    return (profiler.found if trainer.is_global_zero else None), on_gpu
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,124 @@
+"""Where the time of a batch goes: reading, forward, backward, exchange, update, and what the host does beside."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PHASES: Final = ("data", "host", "forward", "backward", "exchange", "update", "graph")
+_BY_ACTION: Final = {
+    "train_dataloader_next": "data",
+    "training_step": "forward",
+    "backward": "backward",
+    "reduce_gradients": "exchange",
+    "optimizer_step": "update",
+    "run_training_epoch": "host",
+}
+"""What is within none of the others is the host's; actions are known by what stands behind the last point."""
+_VALIDATION: Final = "[_EvaluationLoop].run"
+_BATCH: Final = "run_training_batch"
+_WIDTH: Final = 40
+
+
+class Breakdown(NamedTuple):
+    """The seconds of one batch by phase; so many ``batches`` were measured."""
+
+    title: str
+    seconds: dict[str, float]
+    batches: int
+
+
+class _Open(NamedTuple):
+    action: str
+    phase: str
+    begin: Any
+
+
+class PhaseClock:
+    """Adds up the time of each phase, less that of the phases within it.
+
+    ``mark`` notes a moment and ``between`` tells the seconds between two; ``graph`` says that a batch is the replay of a CUDA
+    graph, in which no phases are told apart.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[], Any] = time.perf_counter,
+        between: Callable[[Any, Any], float] = lambda begin, end: float(end - begin),
+        *,
+        graph: bool = False,
+    ) -> None:
+        self.batches = 0
+        self._mark = mark
+        self._between = between
+        self._names = {"train_dataloader_next": "data", "run_training_epoch": "host"} if graph else _BY_ACTION
+        self._graph = graph
+        self._open: list[_Open] = []
+        self._noted: list[tuple[str, str | None, Any, Any]] = []
+
+    def start(self, action: str) -> None:
+        """An action begins."""
+        phase = self._phase_of(action)
+        if phase is not None:
+            self._open.append(_Open(action, phase, self._mark()))
+
+    def stop(self, action: str) -> None:
+        """It is over."""
+        self.batches += action == _BATCH
+        if self._open and self._open[-1].action == action:
+            one = self._open.pop()
+            outer = self._open[-1].phase if self._open else None
+            self._noted.append((one.phase, outer, one.begin, self._mark()))
+
+    def restart(self) -> None:
+        """Forgets what has been; what is open begins here."""
+        now = self._mark()
+        self._open = [one._replace(begin=now) for one in self._open]
+        self._noted.clear()
+        self.batches = 0
+
+    def breakdown(self, title: str) -> Breakdown | None:
+        """Returns the mean batch; None where there was none."""
+        if not self.batches:
+            return None
+        totals = dict.fromkeys((*PHASES, _VALIDATION), 0.0)
+        for phase, outer, begin, end in self._noted:
+            seconds = self._between(begin, end)
+            totals[phase] += seconds
+            if outer is not None:
+                totals[outer] -= seconds
+        seen = {phase for phase, *_ in self._noted}
+        return Breakdown(title, {name: totals[name] / self.batches for name in PHASES if name in seen}, self.batches)
+
+    def _phase_of(self, action: str) -> str | None:
+        if action == _VALIDATION:
+            return _VALIDATION
+        if self._graph and action == _BATCH:
+            return "graph"
+        return None if action.startswith("[Callback]") else self._names.get(action.rpartition(".")[2])
+
+
+def bars(breakdowns: Sequence[Breakdown]) -> str:
+    """Returns a bar for each phase of each breakdown; the longest of all fills the width.
+
+    >>> print(bars([Breakdown("eager", {"data": 0.001, "forward": 0.003}, 50)]))
+    eager: 4.000 ms a batch (mean of 50)
+      data         1.000 ms   25.0 %  █████████████
+      forward      3.000 ms   75.0 %  ████████████████████████████████████████
+    """
+    longest = max((one for found in breakdowns for one in found.seconds.values()), default=0.0)
+    lines = []
+    for found in breakdowns:
+        whole = sum(found.seconds.values())
+        lines.append(f"{found.title}: {1e3 * whole:.3f} ms a batch (mean of {found.batches})")
+        lines += [_line(name, one, whole, longest) for name, one in found.seconds.items()]
+    return "\n".join(lines)
+
+
+def _line(name: str, seconds: float, whole: float, longest: float) -> str:
+    length = round(_WIDTH * seconds / longest) if longest > 0 else 0
+    share = 100 * seconds / whole if whole else 0.0
+    return f"  {name:<8} {1e3 * seconds:>9.3f} ms  {share:>5.1f} %  {'█' * length}".rstrip()
