@@ -119,6 +119,7 @@ class RunState:
         "stage",
         "started",
         "status",
+        "stop_error",
         "stop_explanation",
         "stop_reason",
         "validated_at",
@@ -149,6 +150,7 @@ class RunState:
         self.agreed = False
         self.stop_reason = ""
         self.stop_explanation = ""
+        self.stop_error: Exception | None = None  # which fit raises once it is over
         self.interruption = ""
         self.validations = 0  # within fit, that came to their end
         # The ``batches_done`` at which the last validation within fit came to its end: a resumed run makes up for one that did not.
@@ -257,6 +259,7 @@ class RunState:
         """Before a run: what ended the one before does not end it."""
         self.should_stop = self.agreed = False
         self.stop_reason = self.stop_explanation = self.interruption = ""
+        self.stop_error = None
         self.hold_at = self.hold_evaluated = sys.maxsize
 
     def interrupt(self, name: str) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricamp.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricamp.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from fabricamp.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from fabricamp.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
     from fabricamp.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
@@ -60,6 +61,7 @@ _FILES = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OptunaPruning": "optuna_pruning",
     "ProgressBar": "progress_bar",
     "RichModelSummary": "rich_model_summary",
     "RichProgressBar": "progress.rich_progress",

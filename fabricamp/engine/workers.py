@@ -66,7 +66,7 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     assert session is not None
     counters = (
         "fn", "status", "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
-        "should_stop", "stop_reason", "interruption",
+        "should_stop", "stop_reason", "stop_error", "interruption",
     )  # fmt: skip
     return {
         "result": result,

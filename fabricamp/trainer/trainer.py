@@ -224,6 +224,8 @@ class Trainer(TrainerProperties):
         """
         refuse_unknown_data("fit", unknown)
         self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        if self.state.stop_error is not None:
+            raise self.state.stop_error
 
     def validate(
         self,
@@ -357,9 +359,13 @@ class Trainer(TrainerProperties):
         else:
             self.state.should_stop = self.state.agreed = False
 
-    def stop(self, reason: str) -> None:
-        """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``)."""
+    def stop(self, reason: str, error: Exception | None = None) -> None:
+        """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``).
+
+        ``error`` is what ``fit`` raises then, once the run is over as any other.
+        """
         self.state.stop(reason)
+        self.state.stop_error = error or self.state.stop_error
 
     def reduce_step_metrics(self) -> None:
         """Brings ``monitored_metrics`` up to the values of the last step, waiting for them; every rank calls it, or none."""

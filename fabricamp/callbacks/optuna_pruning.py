@@ -1,0 +1,93 @@
+"""Lets a trial of Optuna's end where its pruner sees no promise in it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
+from fabricamp.callbacks.base import Callback
+from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class OptunaPruning(Callback):
+    """Reports a metric to a trial after each validation, and ends training where the trial's pruner says so.
+
+    Rank 0 reports and asks, and every rank ends behind the same step; the run ends as any other, and then ``fit`` raises
+    ``optuna.TrialPruned``, in the process that called it.  Values are reported by epoch, or by step where validation runs at other
+    times.  What processes that the Trainer starts have reported is reported in the caller too, so that any storage will do.
+
+    Args:
+        trial: what the objective got; on ranks other than 0 it is not asked, and may be None.
+        monitor: the metric, logged over an epoch.
+
+    Raises:
+        ConfigError: for what is no trial, or one of a study with several objectives; where nobody logs ``monitor``.
+
+    Example:
+        >>> pruning = OptunaPruning(trial, monitor="val_loss")  # doctest: +SKIP
+    """
+
+    monitors: ClassVar[bool] = True
+
+    def __init__(self, trial: Any, monitor: str) -> None:
+        if trial is not None and not all(callable(getattr(trial, name, None)) for name in ("report", "should_prune")):
+            raise ConfigError(f"OptunaPruning(trial={trial!r}): give the trial that Optuna calls the objective with")
+        directions = getattr(getattr(trial, "study", None), "directions", ())
+        if len(directions) > 1:
+            raise ConfigError("OptunaPruning: Optuna prunes no trials of a study with several directions; leave it out")
+        self.monitor = monitor
+        self._trial = trial
+        self._process = os.getpid()
+        self._reported: dict[int, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """In a process that was forked: a connection to the storage of its own."""
+        if self._process != os.getpid():
+            self._trial, self._process = pickle.loads(pickle.dumps(self._trial)), os.getpid()  # noqa: S301 - made here
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Reports and asks, where each epoch ends with its validation, or there is none."""
+        if checks_at_train_epoch_end(trainer):
+            self._check(trainer, trainer.current_epoch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Reports and asks, where validation runs at other times."""
+        if trainer.state.fitting and not checks_at_train_epoch_end(trainer):
+            self._check(trainer, trainer.global_step)
+
+    def _check(self, trainer: Trainer, step: int) -> None:
+        if trainer.fast_dev_run:
+            return
+        value = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
+        if value is None:
+            raise ConfigError(missing_monitor(trainer, f"OptunaPruning(monitor={self.monitor!r})", self.monitor))
+        pruned = False
+        if trainer.is_global_zero and self._trial is not None:
+            self._report({step: value})
+            pruned = self._trial.should_prune()
+        if trainer.strategy.broadcast(pruned):
+            words = f"Optuna's pruner ended the trial: {self.monitor}={value:.6g} at {step}"
+            trainer.stop(words, importlib.import_module("optuna").TrialPruned(words))
+
+    def _report(self, values: dict[int, float]) -> None:
+        """Reports what the trial has not been told."""
+        if self._trial is not None:
+            for step, value in values.items():
+                if step not in self._reported:
+                    self._trial.report(value, step)
+        self._reported |= values
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was reported."""
+        return {"reported": dict(self._reported)} if self._reported else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reports it to the trial that goes on."""
+        self._report(state_dict["reported"])
