@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.strategies import DDP
+from tests.distributed.forked import start_forked
 from tests.distributed.scripts import end, finish, start, wait_for_line
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
@@ -260,17 +261,18 @@ if __name__ == "__main__":
 """
 
 
-def trained_by(folder, method):
+def trained_by(folder, method, begin=start):
     """The starter of two ranks that train, and have made some steps."""
     (folder / "train.py").write_text(SCRIPT)
-    process = start(folder, "train.py", method, "bar")
+    process = begin(folder, "train.py", method, "bar")
     wait_for_line(folder / "progress", 5, process=process)
     return process
 
 
-def test_sigterm_to_the_starter(tmp_path):
-    """It passes the signal on, and exits when all have saved."""
-    process = trained_by(tmp_path, "script")
+@pytest.mark.parametrize("method", ["fork", pytest.param("script", marks=pytest.mark.slow)])
+def test_sigterm_to_the_starter(tmp_path, method):
+    """It passes the signal on, and exits when all have saved; of the ranks of a script: tests/launch, too."""
+    process = trained_by(tmp_path, method, start_forked if method == "fork" else start)
     try:
         process.send_signal(signal.SIGTERM)
         code, out, err = finish(process)

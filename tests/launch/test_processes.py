@@ -32,7 +32,7 @@ import json, os, signal, sys, time
 print("start", flush=True)
 
 # Ranks whose imports nobody looks at: a second each.
-WITHOUT_TORCH = {"module": ["0", "1"], "exit": ["0"], "kill": ["0", "1"], "interrupt": ["0", "1"], "sleep": ["0", "1"]}
+WITHOUT_TORCH = {"module": ["0", "1"], "exit": ["0"], "kill": ["0", "1"], "interrupt": ["0", "1"], "save": ["0", "1"]}
 
 def ready(word):
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), f"ready {word}"), "a") as file:
@@ -53,7 +53,9 @@ def work(rank, word):
             time.sleep(0.01)
         time.sleep(0.5)
         print(f"interrupted {len(interruptions)}", flush=True)
-    if word in ("hang", "sleep", "exit", "kill"):
+    if word == "save":
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print("saved", flush=True), os._exit(143)))
+    if word in ("hang", "save", "exit", "kill"):
         ready(word)
         time.sleep(60)
 
@@ -178,7 +180,7 @@ except KeyboardInterrupt:
 
 def test_signals_to_the_starter(folder):
     (folder / "function.py").write_text(FUNCTION)
-    gentle, stubborn, ended = (start_script(folder, word) for word in ("interrupt", "hang", "sleep"))
+    gentle, stubborn, ended = (start_script(folder, word) for word in ("interrupt", "hang", "save"))
     gentle_call, stubborn_call = (start_forked(folder, "function.py", word) for word in ("gentle", "stubborn"))
     runs = (gentle, stubborn, gentle_call, stubborn_call, ended)
     for run in runs:
@@ -201,8 +203,9 @@ def test_signals_to_the_starter(folder):
     assert "Traceback" not in err
     assert "after" not in out
 
-    code, _, err = finish(ended)
+    code, out, err = finish(ended)
     assert code == 128 + signal.SIGTERM
+    assert out.count("saved") == 2  # it waits for that
     assert "Traceback" not in err
 
 
