@@ -177,7 +177,7 @@ class Looks(Callback):
 
     def on_predict_epoch_end(self, trainer, pl_module):
         self.look(trainer)
-        self.loaders = [feed._loader for feed in trainer._opened.data._feeds]
+        self.loaders = [feed._loader for _, feed in trainer._opened.data._feeds]
 
     def look(self, trainer):
         loop = trainer.predict_loop
