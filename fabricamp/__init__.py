@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fabricamp.precision import OptLevel as OptLevel
     from fabricamp.rng import seed_everything as seed_everything
     from fabricamp.strategies import DDP as DDP
+    from fabricamp.strategies import FSDP as FSDP
     from fabricamp.strategies import DelayedDDP as DelayedDDP
     from fabricamp.trainer import Trainer as Trainer
 
@@ -68,6 +69,7 @@ _HOMES = {
     "ConfigError": "fabricamp.errors",
     "CudaGraph": "fabricamp.cuda_graph",
     "DDP": "fabricamp.strategies",
+    "FSDP": "fabricamp.strategies",
     "DataModule": "fabricamp.data",
     "DelayedDDP": "fabricamp.strategies",
     "DistributedError": "fabricamp.errors",

@@ -9,7 +9,7 @@ from typing import Final
 
 from fabricamp.errors import nearest
 
-_SHARDED: Final = "models larger than a GPU are not offered; precision='O2' or 'O5' keeps half weights and fp32 masters"
+_SHARDED: Final = "give Trainer(strategy='fsdp'), or FSDP(units=[...]) of fabricamp.strategies"
 _LOG_SERVER: Final = "write a Logger around its package (docs/architecture.md, A logger)"
 _OWN_LOOP: Final = (
     "override the hooks of a LightningModule, or set automatic_optimization = False and step in training_step"

@@ -7,7 +7,7 @@ be, so :data:`ATTRIBUTES` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ __all__ = [
     "is_batched_gradient",
     "is_traceable_wrapper_subclass",
     "profiler_enabled",
+    "sharded_modules",
     "sleep_on_gpu",
     "stream_in_use",
     "symmetric_memory",
@@ -133,6 +134,14 @@ def symmetric_memory() -> ModuleType:
     return symmetric
 
 
+def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:
+    """Returns which modules ``fully_shard`` was called on; one that is given back plain may be sharded again."""
+    from torch.distributed import _composable_state
+
+    found: MutableMapping[torch.nn.Module, Any] = _composable_state._module_state_mapping
+    return found
+
+
 def default_store() -> Store:
     """Returns the store that the ranks of the default process group met at; heartbeats and agreements travel through it."""
     from torch.distributed import distributed_c10d
@@ -179,6 +188,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.Tensor._base": "cross-entropy in place writes over no view of a leaf",
     "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",
     "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
+    "torch.distributed.tensor.DTensor._local_tensor": "updates and statistics are of this rank's part, asked for in every step",
     "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
     "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is the logger's: a full disk would end torch's thread",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",

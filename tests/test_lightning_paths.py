@@ -129,7 +129,7 @@ def test_parts_are_attributes_of_a_fresh_package():
         ("from fabricamp.callbacks import SpikeDetection", "nan_policy"),
         ("from fabricamp.callbacks.spike import SpikeDetection", "nan_policy"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
-        ("from fabricamp.strategies import FSDPStrategy", "not offered"),
+        ("from fabricamp.strategies import FSDPStrategy", "strategy='fsdp'"),
     ],
 )
 def test_an_import_of_what_is_not_offered_says_what_to_do(statement, cure):

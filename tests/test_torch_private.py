@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -84,6 +86,7 @@ def samples(tmp_path_factory):
         "torch.utils.data.DataLoader": DataLoader([0]),
         "torch.utils.tensorboard.SummaryWriter": SummaryWriter,
         "torch.distributed.ProcessGroup": group,
+        "torch.distributed.tensor.DTensor": DTensor.from_local(torch.zeros(1), init_device_mesh("cpu", (1,))),
         "torch.distributed.ProcessGroup.Options": group._get_backend(torch.device("cpu")).options,
     }
     dist.destroy_process_group()

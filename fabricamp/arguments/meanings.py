@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-_SHARDED: Final = (
-    "models larger than a GPU are not offered: under 'ddp' and 'delayed_ddp', at O2 too, each GPU holds all of it"
-)
+_SHARDED: Final = "write strategy='fsdp', which shards parameters, gradients and optimizer state"
+_FSDP: Final = "write strategy='fsdp', or FSDP(units=[...]) of fabricamp.strategies"
 
 _ROWS: Final = {
     "Trainer": {
@@ -58,7 +57,8 @@ _ROWS: Final = {
         "datamodule model module train_dataloader train_dataloaders val_dataloader val_dataloaders": (
             "give it to fit, validate, test and predict"
         ),
-        "deepspeed fsdp": _SHARDED,
+        "deepspeed": _SHARDED,
+        "fsdp": _FSDP,
         "device": "write accelerator='gpu', devices=1; for the CPU accelerator='cpu'",
         "distributed": "write devices=2, strategy='ddp'",
         "eval_steps": "write val_check_interval='{value} steps'",
@@ -84,8 +84,19 @@ _ROWS: Final = {
         "float float32 fp32 full": "write '32-true'",
         "fp8 transformer-engine*": "8-bit floats are not offered",
     },
+    "FSDP": {
+        "activation_checkpointing*": "call torch.utils.checkpoint.checkpoint in the module's forward",
+        "auto_wrap_policy": "write units=[...] with the classes of the repeated layers",
+        "cpu_offload offload": "parameters in host memory are not offered: leave it out",
+        "data_parallel_size device_mesh replicate": "leave it out: all ranks share one copy of the module",
+        "mixed_precision": "write Trainer(precision=...)",
+        "parallelize tensor_parallel_size": "tensor parallelism is not offered: leave it out",
+        "save_distributed_checkpoint state_dict_type": "leave it out: a checkpoint is a folder that all ranks write",
+        "sharding_strategy": "write reshard_after_forward='zero3' (FULL_SHARD) or 'zero2' (SHARD_GRAD_OP)",
+    },
     "strategy": {
-        "colossalai ddp_sharded* deepspeed* fsdp* model_parallel": _SHARDED,
+        "colossalai ddp_sharded* deepspeed* model_parallel": _SHARDED,
+        "fsdp_* fsdp2": _FSDP,
         "ddp2 horovod": "write 'ddp'",
         "ddp_cpu": "write strategy='ddp', accelerator='cpu'",
         "dp": "write 'ddp': a process for each GPU, where 'dp' had threads",

@@ -2,16 +2,11 @@
 
 from fabricamp.checkpoint.background import BackgroundWriter, HostCopy
 from fabricamp.checkpoint.content import check_content
-from fabricamp.checkpoint.file import (
-    PARTIAL_SUFFIX,
-    copy_checkpoint,
-    link_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
+from fabricamp.checkpoint.file import copy_checkpoint, link_checkpoint, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
+from fabricamp.checkpoint.places import PARTIAL_SUFFIX
 from fabricamp.checkpoint.plain import plain
-from fabricamp.checkpoint.record import read_together
+from fabricamp.checkpoint.record import read_together, write_together
 from fabricamp.checkpoint.search import Candidates, how_far, read_header
 
 __all__ = [
@@ -30,4 +25,5 @@ __all__ = [
     "read_header",
     "read_together",
     "write_checkpoint",
+    "write_together",
 ]

@@ -45,8 +45,11 @@ class HostCopy:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with tensors of other devices in host memory, so that the file loads where there is no GPU."""
-    if all(tensor.device.type == "cpu" for tensor in tensors_in(state)):
+    """Returns ``state`` with tensors of other devices in host memory, so that the file loads where there is no GPU.
+
+    Those on the meta device, which stand for tensors that lie elsewhere, stay what they are.
+    """
+    if all(tensor.device.type in ("cpu", "meta") for tensor in tensors_in(state, stored=True)):
         return state
     return _Copies(None).of(state)
 
@@ -67,7 +70,9 @@ class _Copies:
 
     @torch.no_grad()
     def of(self, state: dict[str, Any]) -> dict[str, Any]:
-        memo: dict[int, Any] = {id(tensor): self._copied(tensor) for tensor in tensors_in(state)}
+        memo: dict[int, Any] = {
+            id(tensor): tensor if tensor.is_meta else self._copied(tensor) for tensor in tensors_in(state, stored=True)
+        }
         # Everything but the tensors: containers that training goes on to change.
         return copy.deepcopy(state, memo)
 

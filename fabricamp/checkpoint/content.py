@@ -21,12 +21,15 @@ _SEQUENCES = frozenset({list, tuple, set})
 TENSORS = frozenset({Tensor, nn.Parameter})
 
 
-def check_content(value: object, name: str = "checkpoint") -> None:
-    """Raises :class:`CheckpointError` with key path and type of what ``torch.load(weights_only=True)`` could not load."""
-    tensors_in(value, name)
+def check_content(value: object, name: str = "checkpoint", *, stored: bool = False) -> None:
+    """Raises :class:`CheckpointError` with key path and type of what ``torch.load(weights_only=True)`` could not load.
+
+    ``stored``: tensors on the meta device stand for those that lie elsewhere.
+    """
+    tensors_in(value, name, stored=stored)
 
 
-def tensors_in(value: object, name: str = "checkpoint") -> list[Tensor]:
+def tensors_in(value: object, name: str = "checkpoint", *, stored: bool = False) -> list[Tensor]:
     """Returns every tensor in ``value``, each one once; raises as :func:`check_content` does."""
     seen: set[int] = set()
     tensors: list[Tensor] = []
@@ -36,7 +39,7 @@ def tensors_in(value: object, name: str = "checkpoint") -> list[Tensor]:
         if type(item) in VALUES or id(item) in seen:
             continue
         seen.add(id(item))
-        waiting.extend(_parts(path, item))
+        waiting.extend(_parts(path, item, stored=stored))
         if isinstance(item, Tensor):
             tensors.append(item)
     return tensors
@@ -77,7 +80,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     return digest
 
 
-def _parts(path: str, item: object) -> list[tuple[str, object]]:
+def _parts(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]:
     """What has to be looked at inside ``item``; raises where ``item`` itself cannot be loaded again."""
     kind = type(item)
     if kind in _MAPPINGS:
@@ -90,7 +93,7 @@ def _parts(path: str, item: object) -> list[tuple[str, object]]:
         return [(f"{path}[{index}]", part) for index, part in enumerate(item)]
     if kind in TENSORS:
         assert isinstance(item, Tensor)
-        if item.is_meta:
+        if item.is_meta and not stored:
             raise CheckpointError(
                 f"{path} is a tensor on the meta device, which has no values to save; materialise it first"
             )

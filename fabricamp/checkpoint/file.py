@@ -20,12 +20,10 @@ from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.content import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
+from fabricamp.checkpoint.places import PARTIAL_SUFFIX
 from fabricamp.checkpoint.seal import SealingFile, check_members, is_sealed
 from fabricamp.errors import CheckpointError, nearest
 from fabricamp.files import create, sync
-
-PARTIAL_SUFFIX = ".ckpt.partial"
-"""How the (hidden) name of a file ends that is still being written, or was when its writer was killed."""
 
 CHECKSUM = "checksum"
 """The key that holds the digest of everything else in a checkpoint but the tensors' values."""
@@ -43,7 +41,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
     :class:`CheckpointError` where ``state`` holds what ``weights_only=True`` could not load, and where the disk refuses; what stood
     at ``path`` before is then untouched.
     """
-    members = len(tensors_in(state))
+    members = len(tensors_in(state, stored="shards" in state))
     content = on_host(state)
     if "state_dict" in state:
         content = {**content, CHECKSUM: _SEALED + structure(content)}
@@ -56,14 +54,20 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
     _place(places.normal(path), fill, private=bool(state.get(PRIVATE)))
 
 
-def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = True) -> dict[str, Any]:
-    """Returns what the file at ``path`` holds, fabricamp's of any format, Lightning's or apex's, under today's keys.
+def read_checkpoint(
+    path: _Path, map_location: Any = "cpu", *, verify: bool = True, mapped: bool = False
+) -> dict[str, Any]:
+    """Returns what the file or folder at ``path`` holds, fabricamp's of any format, Lightning's or apex's, under today's keys.
 
     Runs no code that the file brings.  ``map_location`` is ``torch.load``'s.  With ``verify`` the whole file's checksums are
-    compared first; without, damage inside tensors goes unnoticed.  Raises :class:`CheckpointError` for a file that is
-    missing, damaged, or something else than a checkpoint.
+    compared first; without, damage inside tensors goes unnoticed.  ``mapped``: a local file's tensors are read when they are used.
+    Raises :class:`CheckpointError` for a file that is missing, damaged, or something else than a checkpoint.
     """
     place = places.normal(path)
+    if places.is_folder(place):
+        from fabricamp.checkpoint.folder import read_folder  # with torch's distributed checkpoints: a second of imports
+
+        return read_folder(place, map_location=map_location, verify=verify)
     # A pipe or a device would be waited for, or read without an end.
     if problem := _no_file(place):
         raise CheckpointError(problem)
@@ -75,7 +79,8 @@ def read_checkpoint(path: _Path, map_location: Any = "cpu", *, verify: bool = Tr
             file.seek(0)
             # A path where there is one: torch reads it without Python in between.
             source = file if places.is_remote(place) else place
-            state = torch.load(source, map_location=map_location, weights_only=True)
+            mapped = mapped and source is place and zipfile.is_zipfile(file)
+            state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
     except Exception as error:  # a damaged pickle can raise anything
@@ -102,6 +107,11 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
     Neither name is affected by what later happens to the other: checkpoints are replaced, never changed.
     """
     old, new = places.normal(source), places.normal(target)
+    if places.is_folder(old):
+        from fabricamp.checkpoint.folder import copy_folder
+
+        copy_folder(Path(old), Path(new))
+        return
     if not (places.is_remote(old) or places.is_remote(new)):
         with contextlib.suppress(OSError):
             _place_name(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
@@ -246,7 +256,7 @@ def _no_file(place: str) -> str:
     except OSError as error:
         return f"cannot read checkpoint {place}: {_reason(error)}"
     if stat.S_ISDIR(mode):
-        return f"{place} is a folder; a checkpoint is one file, named like 'epoch=3-step=400.ckpt'"
+        return f"{place} is a folder without {places.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
     return "" if stat.S_ISREG(mode) else f"{place} is a pipe, a socket or a device, not a file; give a file"
 
 

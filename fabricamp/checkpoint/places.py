@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from fabricamp.errors import ConfigError
+
+PARTIAL_SUFFIX = ".ckpt.partial"
+"""How the (hidden) name of a checkpoint ends that is still being written, or was when its writer was killed."""
+
+STATE = "state.pt"
+"""The file that makes a folder a checkpoint."""
 
 _ON_THIS_MACHINE = ("file://", "local://")
 
@@ -38,6 +45,11 @@ def remote(place: str) -> tuple[Any, str]:
             f"{place} cannot be opened: {error}; install the package, or give a path on this machine"
         ) from error
     return filesystem, path
+
+
+def is_folder(place: str) -> bool:
+    """Whether ``place`` is a checkpoint that is a folder."""
+    return not is_remote(place) and (Path(place) / STATE).is_file()
 
 
 def join(folder: str, name: str) -> str:
@@ -69,7 +81,7 @@ def may_follow(name: str, folder: str) -> bool:
     if is_remote(name):
         return False
     real = os.path.realpath(name)
-    return is_within(real, os.path.realpath(folder)) and Path(real).is_file()
+    return is_within(real, os.path.realpath(folder)) and (Path(real).is_file() or is_folder(real))
 
 
 def exists(place: str) -> bool:
@@ -83,7 +95,13 @@ def exists(place: str) -> bool:
 
 
 def remove(place: str) -> None:
-    """Removes a file, if it is there; raises ``OSError``."""
+    """Removes a file, or a checkpoint that is a folder, if it is there; raises ``OSError``."""
+    if is_folder(place) and not is_link(place):
+        # Under a name that the next one who writes here takes for abandoned, should this one be killed.
+        hidden = Path(place).with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+        Path(place).rename(hidden)
+        shutil.rmtree(hidden)
+        return
     if not is_remote(place):
         Path(place).unlink(missing_ok=True)
         return
@@ -119,7 +137,13 @@ def same_file(place: str, other: str) -> bool:
     """Whether both names are there, and lead to one file."""
     if is_remote(place) or is_remote(other):
         return place == other and exists(place)
-    return exists(place) and exists(other) and Path(place).exists() and Path(place).samefile(other)
+    one, two = _file_of(place), _file_of(other)
+    return exists(place) and exists(other) and one.exists() and two.exists() and one.samefile(two)
+
+
+def _file_of(place: str) -> Path:
+    """What tells whether two names are of one checkpoint."""
+    return Path(place) / STATE if is_folder(place) else Path(place)
 
 
 def is_link(place: str) -> bool:
@@ -131,8 +155,8 @@ def has_other_names(place: str) -> bool:
     """Whether a file would still be there if ``place`` were removed: it is a link, or has a second name."""
     if is_remote(place):
         return False
-    file = Path(place)
-    return file.is_symlink() or not file.exists() or file.stat().st_nlink > 1
+    file = _file_of(place)
+    return is_link(place) or not file.exists() or file.stat().st_nlink > 1
 
 
 def unusable(folder: str) -> str:

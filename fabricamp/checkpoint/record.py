@@ -1,4 +1,7 @@
-"""The state of a run as ordered sections, and its one-file form: one dict, gathered from every rank for rank 0 to write."""
+"""The state of a run as ordered sections, and what its two forms hold: one dict, whose tensors may be sharded.
+
+Where they are not, it is gathered from every rank for rank 0 to write, as a file; else all ranks write, a folder.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint.file import read_checkpoint
+from fabricamp.checkpoint import places
+from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.formats import FORMAT
 from fabricamp.errors import CheckpointError, FabricampError
 
@@ -100,14 +104,40 @@ class Record:
 
 
 def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
-    """Returns the checkpoint, on every rank or on none: where one cannot read it, all raise its :class:`CheckpointError`."""
+    """Returns the checkpoint, on every rank or on none: where one cannot read it, all raise its :class:`CheckpointError`.
+
+    Where ranks hold parts of the module, its tensors are not read yet: those of a folder are on the meta device.
+    """
     checkpoint: dict[str, Any] = {}
     problem = None
     try:
-        checkpoint = read_checkpoint(path)
+        checkpoint = _read_for(path, strategy)
     except CheckpointError as error:
         problem = error
     strategy.agree(problem)
+    return checkpoint
+
+
+def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+    """Writes ``checkpoint``, each rank's own, in the form that the strategy names; every rank calls it."""
+    if strategy.checkpoint_form == "folder":
+        from fabricamp.checkpoint.folder import write_folder
+
+        write_folder(path, checkpoint, strategy)
+    else:
+        strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
+
+
+def _read_for(path: str, strategy: Strategy) -> dict[str, Any]:
+    if strategy.checkpoint_form == "file":
+        return read_checkpoint(path)
+    place = places.normal(path)
+    if not places.is_folder(place):
+        return read_checkpoint(place, mapped=True)
+    from fabricamp.checkpoint.folder import check_together, read_rest
+
+    checkpoint = read_rest(place)
+    check_together(place, checkpoint, strategy)
     return checkpoint
 
 

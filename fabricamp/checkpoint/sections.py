@@ -11,9 +11,11 @@ from torch import Tensor
 from fabricamp.checkpoint.arguments import DATA, MODULE
 from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.foreign import fit_names
+from fabricamp.checkpoint.placing import placed_states, placed_weights
 from fabricamp.checkpoint.record import Section
 from fabricamp.errors import CheckpointError
 from fabricamp.hyperparameters import kept_by
+from fabricamp.strategies.first_values import leave_meta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +57,7 @@ class Weights(Section):
     datamodule: DataModule | None
 
     def save(self) -> dict[str, Any]:
-        """Returns them whole, the same on every rank."""
+        """Returns them whole, the same on every rank; or what each rank holds of them, where it is a part."""
         module, datamodule = self.module, self.datamodule
         values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
         values |= MODULE.written(module)
@@ -66,7 +68,9 @@ class Weights(Section):
         return values
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Loads the weights."""
+        """Loads the weights; where the module is sharded, of each one the part that this rank holds."""
+        if self.strategy.checkpoint_form == "folder":
+            checkpoint = placed_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
 
 
@@ -85,6 +89,12 @@ def restore_weights(
         )
     if checkpoint.get("source") == "apex":
         state = fit_names(state, set(module.state_dict()))
+    unfilled = [name for name in leave_meta(module) if name not in state]
+    if unfilled:
+        raise CheckpointError(
+            f"{path} has no {', '.join(unfilled):.300}, which {type(module).__name__} builds on the meta device without values; "
+            "give the class that owns it reset_parameters(self)"
+        )
     try:
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
     except RuntimeError as error:
@@ -127,6 +137,7 @@ class Optimizers(Section):
                 "TrainingModule.load_from_checkpoint and start anew, or give a checkpoint saved with save_weights_only=False"
             )
         _check_number(path, "optimizers", states, self.optimizers)
+        states = placed_states(checkpoint, path, self.optimizers, states)
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             optimizer.load_state_dict(state)
             _check_shapes(optimizer, number, path)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp.checkpoint.placing import placed_gradients
 from fabricamp.checkpoint.record import Section
+from fabricamp.ops.shards import is_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +69,10 @@ class OpenWindow(Section):
         if loop.get("window") is None:
             return
         assert self.update is not None
-        problem = _given_back(loop["window"], self._module, self.update, self._strategy)
+        window = loop["window"]
+        if self._strategy.checkpoint_form == "folder":
+            window = _for_shards(checkpoint, path, self._module)
+        problem = _given_back(window, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
             _LOG.warning(
@@ -90,9 +95,11 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
     for name, parameter in parameters.items():
         if name in wanted:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name] = _stacked(own.detach(), strategy)
+            # What is sharded is averaged over the ranks already.
+            gradients[name] = own.detach() if is_shard(own) else _stacked(own.detach(), strategy)
     return {
         **window,
+        **({"sharded": True} if any(map(is_shard, gradients.values())) else {}),
         "gradients": gradients,
         "held": everywhere,
         "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
@@ -106,8 +113,9 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
     """
     same_ranks = len(window["held"]) == strategy.world_size
     own = strategy.rank if same_ranks else None
-    parameters = dict(module.named_parameters())
-    gradients = {name: _unstacked(stacked, own) for name, stacked in window["gradients"].items()}
+    parameters, gradients = dict(module.named_parameters()), window["gradients"]
+    if not window.get("sharded"):
+        gradients = {name: _unstacked(stacked, own) for name, stacked in gradients.items()}
     for name, gradient in gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
             return f"it has a gradient of {name}, and this module no such parameter"
@@ -119,6 +127,17 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
         parameter = parameters[name]
         parameter.grad = gradients[name].to(parameter.device, copy=True)
     return ""
+
+
+def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule) -> dict[str, Any]:
+    """The open window of ``checkpoint`` with gradients as a sharded module has them, averaged over the ranks that wrote them."""
+    fit = checkpoint["loops"]["fit"]
+    window = fit["window"]
+    if not window.get("sharded"):
+        averaged = {name: _unstacked(stacked, None) for name, stacked in window["gradients"].items()}
+        window = {**window, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * len(window["held"])}
+        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": window}}}
+    return {**window, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
 def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:

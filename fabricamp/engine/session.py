@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint import read_together, write_checkpoint
+from fabricamp.checkpoint import read_together, write_together
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
@@ -31,6 +31,7 @@ from fabricamp.engine.reloading import renew, train_feed
 from fabricamp.engine.resume import Moments
 from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
+from fabricamp.engine.sharding import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update_choice import open_update
 from fabricamp.errors import ConfigError
@@ -83,7 +84,7 @@ class Session:
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: dict[str, Any] | None = None
-        self.resumed = False
+        self.resumed = self.closed = False
         self.attachment = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
@@ -107,6 +108,7 @@ class Session:
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)
+        shard_module(self, filled_later=ckpt_path is not None)
         private = any(one.logged and one.private for _, one in kept_of(self))
         for logger in self.trainer.loggers:
             # Before they write or take up a file; one that has shown such values shows them in a later run too.
@@ -348,22 +350,23 @@ class Session:
         self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None] | None
     ) -> None:
         """Writes a checkpoint on rank 0, or lets ``write`` do it; every rank calls it, and every rank raises where it fails."""
+        check_saving(self)
         check_peers()  # nothing is kept that was computed without a rank
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         self.module.on_save_checkpoint(checkpoint)
 
-        def put_away() -> None:
-            if write is None:
-                self.delivery.barrier(self.trainer.state.global_step)
-            (write or write_checkpoint)(filepath, checkpoint)
-
-        self.strategy.on_rank_zero(put_away)
+        if write is None:
+            self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
+            write_together(filepath, checkpoint, self.strategy)
+        else:
+            self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
 
     # -- closing -----------------------------------------------------------------------------------------------------------------
 
     def close(self, *, failed: bool) -> None:
         """Gives the parts back; after a failure only what cannot fail on its own."""
+        self.closed = True
         self.watchdog.close()
         self.graphs.close(failed=failed)
         self.data.close()
@@ -374,6 +377,8 @@ class Session:
         self.moments.end()
         self.conversion.undo()
         give_back(self._channels_last)
+        if not failed and not self.trainer.state.interrupted:
+            self.strategy.unshard_module(self.module)
         revert_syncbn_model(self.module, self._synchronised)
         if not failed:
             self.metrics.close()

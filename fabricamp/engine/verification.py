@@ -17,6 +17,7 @@ import torch
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.loggers.dummy import DummyLogger
+from fabricamp.ops.shards import local
 from fabricamp.rng import capture_rng
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def digests(value: Any, name: str) -> dict[str, str]:
 
 def _contents(value: Any, name: str) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().flatten()
+        flat = local(value.detach()).cpu().contiguous().flatten()
         yield name, f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key, inner in value.items():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fabricamp.state import TrainerFn
 
 _SECTIONS = ("weights", "callbacks")
+_CPU = torch.device("cpu")
 
 
 def start_workers(
@@ -70,7 +71,8 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "result": result,
-        "sections": move_to_device(session.record.save(*_SECTIONS), torch.device("cpu")),
+        # The caller gets rank 0's; where the module was sharded, no other has the weights.
+        "sections": move_to_device(session.record.save(*_SECTIONS), _CPU) if trainer.is_global_zero else {},
         "state": {name: getattr(trainer.state, name) for name in counters},
         "log_dir": trainer.log_dir,
         "skipped_steps": trainer.skipped_steps,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fabricamp.ops.shards import is_shard
 
 BINS = 64
 
@@ -23,7 +25,7 @@ class Histogram(NamedTuple):
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
     """Returns the norm of each gradient, and that of all together; None where there is none."""
-    norms = {name: torch.linalg.vector_norm(_values(one), order) for name, one in gradients.items()}
+    norms = {name: _whole(torch.linalg.vector_norm(_values(one), order)) for name, one in gradients.items()}
     if not norms:
         return {}, None
     device = next(iter(norms.values())).device
@@ -43,6 +45,12 @@ def histogram_of(gradient: Tensor) -> Histogram:
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, places, finite.long())
     values = values * finite
     return Histogram(counts.double(), low, low + BINS * width, values.sum(), values.square().sum())
+
+
+def _whole(norm: Any) -> Tensor:
+    """The norm of all parts of a gradient that is sharded."""
+    whole: Tensor = norm.full_tensor() if is_shard(norm) else norm
+    return whole
 
 
 def _values(gradient: Tensor) -> Tensor:

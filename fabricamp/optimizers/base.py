@@ -15,6 +15,7 @@ from torch.optim.optimizer import required
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
+from fabricamp.ops.shards import is_shard, local, local_gradient
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
@@ -52,6 +53,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     rule: ClassVar[type[ops.Rule]]
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
     """Attributes that a copy or pickle of the optimizer keeps."""
+    takes_shards: ClassVar[bool] = True
+    """Whether each value is updated by itself, so that a rank can update its part of a sharded parameter (a DTensor)."""
     reads_scale: ClassVar[bool] = False
     """Whether a step reads the scale that its statistics were taken with again: no window may end before it."""
     _step_supports_amp_scaling = True  # torch's GradScaler then hands its flag over instead of reading it
@@ -67,6 +70,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None
     _changes = 0
+    _grad_of: Callable[[Any], Any] = _grad
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(type(self).__name__, params, defaults)
@@ -108,7 +112,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         parameters = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         explicit = gradients is not None
         if gradients is None:
-            gradients = list(map(_grad, parameters))
+            gradients = list(map(self._grad_of, parameters))
         parts, known, state = self._parts, self._known, self._watched
         if (
             parts is None
@@ -166,8 +170,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         for part in parts:
             for row, place in enumerate(part.places):
                 entry = state.get(parameters[place]) or {}
-                target = entry.get("master_param", parameters[place])
-                if not part.has(row, target, [entry.get(name) for name in names]):
+                target = local(entry.get("master_param", parameters[place]))
+                if not part.has(row, target, [local(entry.get(name)) for name in names]):
                     return False
         self._watch()
         return True
@@ -192,6 +196,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             if gradients[place] is not None or self.state.get(parameter):
                 self._fill_state(parameter)
                 refusals.refuse_state(self, parameter, place, (*self.rule.states, "master_param"))
+                if is_shard(parameter) and not local(parameter).numel():
+                    continue  # this rank has none of it
                 places.setdefault(parameter.device, []).append(place)
         groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         parts = []
@@ -202,10 +208,10 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                 device,
                 own,
                 [groups[place] for place in own],
-                parameters=[target for target, _ in rows],
-                states=[[state[name] for state in states] for name in self.rule.states],
+                parameters=[local(target) for target, _ in rows],
+                states=[[local(state[name]) for state in states] for name in self.rule.states],
                 cells=[[state[name] for state in states] for name in self.rule.cells],
-                copies=[copy for _, copy in rows],
+                copies=[local(copy) for _, copy in rows],
                 flags=None if flags is None else [flags[place] for place in own],
             )
             parts.append(part)
@@ -310,7 +316,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     def _gradients(self) -> list[Tensor]:
         parameters = chain.from_iterable(map(_params, self.param_groups))
-        return [one for one in map(_grad, parameters) if one is not None]
+        return [one for one in map(self._grad_of, parameters) if one is not None]
 
     def own_state(self, device: torch.device) -> ops.StepState:
         """Returns a struct of the optimizer's own, for steps that no loss scaler has one for; its scale is 1."""
@@ -346,7 +352,10 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             _check(type(self).__name__, (), param_group)
         super().add_param_group(param_group)
         self._known = None
-        refusals.refuse_unreadable(self, owned_parameters(self), "parameter")
+        parameters = owned_parameters(self)
+        refusals.refuse_unreadable(self, parameters, "parameter")
+        if any(map(is_shard, parameters)):
+            self._grad_of = local_gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Returns groups and state, in plain dicts; the tensors are those of the optimizer, as torch has it."""

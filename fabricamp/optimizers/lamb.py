@@ -30,6 +30,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     rule: ClassVar[type[LambRule]] = LambRule
+    takes_shards = False
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "use_nvlamb")
     reads_scale: ClassVar[bool] = True
     _measured: tuple[Tensor, float] | None = None  # scale and divisor of the statistics of this step's gradients

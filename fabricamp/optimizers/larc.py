@@ -14,8 +14,10 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
 from fabricamp.ops import LarcRule, Steering
+from fabricamp.ops.shards import is_shard
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
+from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part
 
@@ -37,6 +39,8 @@ class LARC(NamesKeywords, Optimizer):
     tensor([0.9800, 0.9800, 0.9800, 0.9800])
     """
 
+    takes_shards = False
+
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
@@ -54,6 +58,8 @@ class LARC(NamesKeywords, Optimizer):
                 raise ConfigError(f"LARC got {name}={value!r}; it has to be a number from 0 on")
         # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
+        if any(map(is_shard, owned_parameters(optimizer))):
+            refuse_unreadable(self, owned_parameters(optimizer), "parameter")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._parts: list[Part] | None = None

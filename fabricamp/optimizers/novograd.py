@@ -33,6 +33,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     rule: ClassVar[type[Rule]] = NovoGradRule
+    takes_shards = False
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "moment_mode")
 
     def __init__(

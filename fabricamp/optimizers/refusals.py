@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import is_shard, local
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.torch_private import is_traceable_wrapper_subclass
 
@@ -39,11 +40,18 @@ def is_wrapper(tensor: Tensor | None) -> bool:
 def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
     """Raises UnsupportedError for the first of ``tensors``, one per parameter, that kernels cannot read.
 
-    That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".
+    That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".  Of a sharded one they read this
+    rank's part, where the optimizer has no norms of whole parameters.
     """
-    for place, one in enumerate(tensors):
-        if one is None:
+    for place, whole in enumerate(tensors):
+        if whole is None:
             continue
+        one = local(whole) if role == "parameter" else whole
+        if one is not whole and not getattr(optimizer, "takes_shards", False):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} got {name_of(optimizer, place)} as a shard, and its update takes norms of whole "
+                "parameters; take FusedAdam, FusedSGD, FusedAdagrad or FusedLion for sharded ones"
+            )
         if is_wrapper(one):
             whose = name_of(optimizer, place)
             raise UnsupportedError(
@@ -112,6 +120,9 @@ def refuse_state(optimizer: Optimizer, parameter: Tensor, place: int, names: Ite
 
 
 def _is_alike(one: object, parameter: Tensor) -> bool:
+    if is_shard(one) != is_shard(parameter):
+        return False
+    one, parameter = local(one), local(parameter)
     if not isinstance(one, Tensor) or is_wrapper(one) or not one.is_floating_point():
         return False
     return (one.shape, one.device) == (parameter.shape, parameter.device)

@@ -14,6 +14,7 @@ from fabricamp import ops
 from fabricamp.ops import Rows
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.layouts import addresses
+from fabricamp.ops.shards import local
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
@@ -161,10 +162,10 @@ class Known:
         self._without = [place for place in range(len(parameters)) if place not in members]
         # A reference finds the memory through the tensors; only a table has addresses.
         by_address = any(part.table is not None for part in parts)
-        self._addressed = self._parameters if by_address else []
+        self._addressed = list(map(local, self._parameters)) if by_address else []
         self._pointers = addresses(self._addressed)
         self._copies = copies
-        self._copied = [one for one in copies or () if one is not None and by_address]
+        self._copied = [local(one) for one in copies or () if one is not None and by_address]
         self._copied_pointers = addresses(self._copied)
         self._flags = flags
 

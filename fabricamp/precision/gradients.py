@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.gradients.memory import GradientMemory
+from fabricamp.ops.shards import is_shard, local, local_gradient
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.fused import flags_of
 from fabricamp.precision.master_weights import MasterWeights, adopt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
@@ -59,6 +60,7 @@ class Binding:
         """Holders and targets that are two tensors, or stand for one that is summed elsewhere: a step clears their gradients."""
         self._masters = masters
         self._exchanged = exchanged
+        self._grad_of: Callable[[Any], Any] = _grad
         self.sums = sums
         """Whether gradients are summed in :attr:`memory`, beside ``.grad``."""
         self.memory = GradientMemory((), sums=sums)
@@ -75,6 +77,7 @@ class Binding:
         if self._masters is not None:
             adopt(self._masters, self.optimizer)
         self.targets = owned_parameters(self.optimizer)
+        self._grad_of = local_gradient if any(map(is_shard, self.targets)) else _grad
         self.memory.hold(holders)
         self.holders = self.memory.parameters
         pairs = list(zip(holders, self.targets, strict=True))
@@ -97,6 +100,10 @@ class Binding:
             if value is not None
         ]
 
+    def own(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Returns this rank's parts where gradients are sharded, else the same."""
+        return gradients if self._grad_of is _grad else [local(one) for one in gradients]
+
     def rows(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
         """Returns a gradient a target (or None), and the flags that say on the device which of them count (None: all).
 
@@ -105,7 +112,9 @@ class Binding:
         self.refresh()
         if self.sums and gradients.tensors is None:
             gradients = self._own_sums()
-        if gradients.tensors is None or gradients.present is None:
+        if gradients.tensors is None:
+            return list(map(self._grad_of, self.holders)), None
+        if gradients.present is None:
             return self._given(gradients), None
         return self._given(gradients._replace(present=None)), flags_of(gradients.present)
 

@@ -187,6 +187,7 @@ class OptLevel(Precision):
     ) -> None:
         """Gives the optimizers their masters, in the ``param_groups`` that they have."""
         if self._plain and self._nan_policy is None:
+            super().setup_optimizers(module, optimizers, strategy, accumulates=accumulates)
             return
         if self._has_trained:
             # Another fit: what the one before learnt, and its last verdicts, are not this one's.

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.precision.base import Clip
+    from fabricamp.strategies.base import Strategy
 
 
 class Stepper:
-    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills."""
+    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills.
+
+    ``shards``: the strategy, where each rank has a part of the gradients.
+    """
+
+    def __init__(self, shards: Strategy | None = None) -> None:
+        self._shards = shards
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
         """Returns where the gradients of ``optimizer`` are before its step."""
@@ -53,7 +60,8 @@ class Stepper:
             if clip is not None or gradients.divisor != 1 or gradients.weight is not None:
                 device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
                 state = optimizer.own_state(device)
-                how = FusedStep(state, gradients.carried(state.scale), gradients.divisor, skips=False)
+                carried = gradients.carried(state.scale)
+                how = FusedStep(state, carried, gradients.divisor, skips=False, shards=self._shards)
             step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
             return
         if gradients is not IN_PLACE:

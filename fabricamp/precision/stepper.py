@@ -236,7 +236,8 @@ class OptimizerStepper(Stepper):
             if id(target) not in filled:
                 target.grad = None
         pairs = [pair(gradient) for gradient in gathered]
-        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
+        sources = binding.own([source for source, _ in pairs])
+        destinations = binding.own([destination for _, destination in pairs])
         max_norm, limit = _limits(clip)
         scale, divisor = gradients.carried(self._scale), gradients.divisor
         if self._scaler is None and max_norm is None:
@@ -251,7 +252,8 @@ class OptimizerStepper(Stepper):
         """Writes and clips by torch's own arithmetic, as without a policy, after a look at whether all is finite."""
         write_gradients(binding.optimizer, gradients)
         targets = [target for target in binding.targets if target.grad is not None]
-        self._finish(binding, targets, [values_of(target.grad) for target in targets], self._one, 1.0, None, loss)
+        values = binding.own([values_of(target.grad) for target in targets])
+        self._finish(binding, targets, values, self._one, 1.0, None, loss)
         if clip is not None:
             clip_gradients(binding.optimizer, clip)
 
@@ -295,7 +297,7 @@ class OptimizerStepper(Stepper):
                 clip_gradients(binding.optimizer, clip)
             return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
-        values = [values_of(target.grad) for target in targets]
+        values = binding.own([values_of(target.grad) for target in targets])
         max_norm, limit = _limits(clip)
         if self._scaler is None and max_norm is None:
             ops.scale(values, values, 1.0, limit)

@@ -12,6 +12,7 @@ from fabricamp.not_offered import lightnings, missing
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.delayed_ddp import DelayedDDP
+from fabricamp.strategies.fsdp import FSDP
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "FSDP",
     "IN_PLACE",
     "STRATEGIES",
     "DDPStrategy",
@@ -35,6 +37,7 @@ __all__ = [
 STRATEGIES.add("single", Strategy)
 STRATEGIES.add("ddp", DDP)
 STRATEGIES.add("delayed_ddp", DelayedDDP)
+STRATEGIES.add("fsdp", FSDP)
 
 
 _LIGHTNINGS_FORM = re.compile(r"ddp(?:_(spawn|fork|notebook))?(?:_find_unused_parameters_(true|false))?")

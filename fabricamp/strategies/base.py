@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -45,6 +45,18 @@ class Environment:
     name: str = "single"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """What a strategy that shards has to know of a run: the dtype that parameters are gathered in, and what becomes of inputs."""
+
+    compute_dtype: torch.dtype | None = None
+    """None: the parameters' own."""
+    casts_inputs: bool = False
+    """Whether what a unit is called with comes in that dtype, too."""
+    filled_later: bool = False
+    """Whether a checkpoint's weights follow, so that parameters need no first values."""
+
+
 class Strategy(NamesKeywords):
     """One process on one device; the base of the others, which override what differs between processes."""
 
@@ -59,6 +71,9 @@ class Strategy(NamesKeywords):
 
     averages_gradients: bool = True
     """Whether :meth:`reduce_gradients` averages over the ranks, where there are several."""
+
+    checkpoint_form: ClassVar[Literal["file", "folder"]] = "file"
+    """A file that rank 0 writes, or a folder that all ranks write, each the parts that it holds."""
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
@@ -156,6 +171,16 @@ class Strategy(NamesKeywords):
         rank_zero_only.rank = environment.rank  # type: ignore[attr-defined]  # what lightning-utilities' functions look at
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+    def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
+        """Leaves each rank with its part of the module's parameters; returns a line that tells of it, empty where all stay whole.
+
+        Comes behind ``configure_model``, before weights of a checkpoint are loaded.
+        """
+        return ""
+
+    def unshard_module(self, module: nn.Module) -> None:
+        """Undoes :meth:`shard_module` after a run; rank 0 has the whole parameters then."""
 
     def share_module(self, module: nn.Module) -> None:
         """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module.

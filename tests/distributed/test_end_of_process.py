@@ -111,6 +111,7 @@ RUNS = {
     "accumulation": lambda: ({"strategy": DDP(gradient_as_bucket_view=True), "accumulate_grad_batches": 2}, Classifier),
     "statistics": lambda: ({"strategy": "ddp", "sync_batchnorm": True}, Normalised),
     "delayed_ddp": lambda: ({"strategy": "delayed_ddp"}, Classifier),
+    "fsdp": lambda: ({"strategy": "fsdp"}, Classifier),
     "overlapped": lambda: ({"strategy": DelayedDDP(message_size=8, num_allreduce_streams=2)}, Classifier),
 }
 

@@ -13,7 +13,8 @@ import torch
 from fabricamp import seed_everything
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import PARTIAL_SUFFIX, read_checkpoint
-from fabricamp.strategies import DDP
+from fabricamp.ops.shards import local
+from fabricamp.strategies import DDP, FSDP
 from tests.kill.attempts import WORLD_SIZE, Kill, attempt, draw, import_everything
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -31,7 +32,14 @@ class Noisy(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
 
-def job_in(folder):
+def parts(value):
+    """``value`` with this rank's parts of what is sharded."""
+    if isinstance(value, dict):
+        return {key: parts(item) for key, item in value.items()}
+    return [*map(parts, value)] if isinstance(value, list | tuple) else local(value)
+
+
+def job_in(folder, strategy=DDP):
     """Trains 24 steps of 3 epochs, saves 12 times and validates 6 times; leaves its weights where it comes to its end."""
 
     def job(armed):
@@ -41,7 +49,7 @@ def job_in(folder):
         )
         trainer = quiet_trainer(
             devices="auto",
-            strategy=DDP(timeout=60),
+            strategy=strategy(timeout=60),
             max_epochs=3,
             enable_checkpointing=True,
             val_check_interval=4,
@@ -52,14 +60,14 @@ def job_in(folder):
         module = Noisy()
         trainer.fit(module, loader(32, 2, shuffle=True), loader(12, 2), ckpt_path="auto")
         if trainer.is_global_zero:
-            torch.save([module.state_dict(), trainer.optimizers[0].state_dict()], folder / "attempt-weights")
+            torch.save(parts([module.state_dict(), trainer.optimizers[0].state_dict()]), folder / "attempt-weights")
 
     return job
 
 
 def check_files(folder):
-    """Every file loads, or its name says that it is not one."""
-    for file in (folder / "checkpoints").rglob("*"):
+    """Every file, or folder, loads, or its name says that it is not one."""
+    for file in (folder / "checkpoints").glob("*"):
         if not (file.name.startswith(".") and file.name.endswith(PARTIAL_SUFFIX)):
             assert read_checkpoint(file)["global_step"] > 0, file
 
@@ -76,24 +84,24 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def straight(folder):
+def straight(folder, strategy):
     """What a run that nobody kills ends with, and how much of it there is to kill at."""
     import_everything(folder / "warm")
-    assert attempt(job_in(folder), folder).finished
+    assert attempt(job_in(folder, strategy), folder).finished
     spans = [json.loads((folder / f"attempt-counts-{rank}").read_text()) for rank in range(WORLD_SIZE)]
     return outcome(folder), spans
 
 
-def survive(folder, number, seed):
+def survive(folder, number, seed, strategy=DDP):
     """Kills ``number`` times, over as many trainings as that takes; returns how often in which phase."""
-    expected, spans = straight(folder / "straight")
+    expected, spans = straight(folder / "straight", strategy)
     generator = random.Random(seed)
     phases = collections.Counter()
     training = 0
     while phases.total() < number:
         here = folder / f"training{training}"
         kill = draw(generator, spans)
-        ended = attempt(job_in(here), here, kill)
+        ended = attempt(job_in(here, strategy), here, kill)
         check_files(here)
         if ended.phase:
             phases[ended.phase] += 1
@@ -103,7 +111,7 @@ def survive(folder, number, seed):
         assert same(outcome(here), expected), f"training {training} of seed {seed}"
         training += 1
     here = folder / f"training{training}"
-    last = attempt(job_in(here), here)
+    last = attempt(job_in(here, strategy), here)
     assert last.finished, last
     assert same(outcome(here), expected)
     return phases
@@ -115,37 +123,57 @@ def test_twenty_kills(tmp_path):
     assert len(phases) >= 2
 
 
-def alone_in(folder):
+def alone_in(folder, strategy):
     """One process that saves three times, so that it rotates: few steps, so that all of its file operations can be tried."""
 
     def job(armed):
         seed_everything(7, verbose=False)
         checkpoint = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)
-        trainer = quiet_trainer(max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, armed])
+        options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [checkpoint, armed]}
+        trainer = quiet_trainer(strategy=strategy, devices="auto", **options)
         module = Noisy()
         trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path="auto")
-        torch.save([module.state_dict(), trainer.optimizers[0].state_dict()], folder / "attempt-weights")
+        torch.save(parts([module.state_dict(), trainer.optimizers[0].state_dict()]), folder / "attempt-weights")
 
     return job
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_a_kill_before_each_operation_on_a_file(step, tmp_path):
+_ALL = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "step"),
+    [
+        ("single", "operation", 3),
+        ("fsdp", "file", 12),
+        pytest.param("single", "operation", 1, marks=_ALL),
+        pytest.param("fsdp", "file", 1, marks=_ALL),
+    ],
+)
+def test_a_kill_before_each_operation_on_a_file(strategy, kind, step, tmp_path):
     import_everything(tmp_path / "warm")
     straight = tmp_path / "straight"
-    assert attempt(alone_in(straight), straight, world_size=1).finished
+    assert attempt(alone_in(straight, strategy), straight, world_size=1).finished
     expected = outcome(straight)
-    number = json.loads((straight / "attempt-counts-0").read_text())["operation"]
+    number = json.loads((straight / "attempt-counts-0").read_text())[kind]
     assert number > 30
     for when in range(1, number + 1, step):
         here = tmp_path / f"operation{when}"
-        killed = attempt(alone_in(here), here, Kill(0, "operation", when), world_size=1)
+        killed = attempt(alone_in(here, strategy), here, Kill(0, kind, when), world_size=1)
         check_files(here)
-        assert killed.phase, f"operation {when} of {number}: {killed}"
+        assert killed.phase, f"{kind} {when} of {number}: {killed}"
         if when % (5 * step) == 1:
-            assert attempt(alone_in(here), here, world_size=1).finished
+            assert attempt(alone_in(here, strategy), here, world_size=1).finished
             assert same(outcome(here), expected), when
         shutil.rmtree(here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_kills_of_ranks_that_write_folders(tmp_path):
+    phases = survive(tmp_path, 50, seed=3, strategy=FSDP)
+    print(phases)
+    assert {"training", "saving"} <= set(phases)
 
 
 @pytest.mark.slow

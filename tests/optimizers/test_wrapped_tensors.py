@@ -1,4 +1,4 @@
-"""Tensors around other tensors (DTensor and its like) have no memory that a kernel could read: they are refused by name."""
+"""Tensors around other tensors have no memory that a kernel could read: refused by name, but for shards (DTensors)."""
 
 from __future__ import annotations
 
@@ -39,15 +39,42 @@ def sharded(mesh):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_parameters_are_refused(mesh, kind):
-    plain = nn.Parameter(torch.ones(3))
-    with pytest.raises(UnsupportedError, match=r"parameter 1 of group 0 as DTensor.*torch.optim.AdamW"):
-        kind([plain, sharded(mesh)], lr=0.1)
-    with pytest.raises(UnsupportedError, match=r"parameter 1 of group 0 \('late'\) as DTensor"):
-        kind([("early", plain), ("late", sharded(mesh))], lr=0.1)
+def test_parameters_around_others_are_refused(kind):
+    plain, other = nn.Parameter(torch.ones(3)), nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    with pytest.raises(UnsupportedError, match=r"parameter 1 of group 0 as TwoTensor.*torch.optim.AdamW"):
+        kind([plain, other], lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"parameter 1 of group 0 \('late'\) as TwoTensor"):
+        kind([("early", plain), ("late", other)], lr=0.1)
     optimizer = kind([plain], lr=0.1)
     with pytest.raises(UnsupportedError, match=r"parameter 0 of group 1 as TwoTensor"):
-        optimizer.add_param_group({"params": [nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))]})
+        optimizer.add_param_group({"params": [other]})
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_shards_are_refused_where_norms_are_of_whole_parameters(mesh, kind):
+    with pytest.raises(UnsupportedError, match=r"parameter 1 of group 0 \('late'\) as a shard.*take FusedAdam"):
+        kind([("early", nn.Parameter(torch.ones(3))), ("late", sharded(mesh))], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [FusedAdagrad, FusedAdam, FusedLion, FusedSGD])
+def test_of_shards_a_rank_updates_its_part(mesh, kind):
+    def stepped(make):
+        weights = [nn.Parameter(make(torch.arange(6.0).view(2, 3))), nn.Parameter(torch.ones(3))]
+        optimizer = kind(weights, lr=0.1)
+        for _ in range(2):
+            for one in weights:
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+        return [getattr(one, "_local_tensor", one).detach() for one in weights]
+
+    parts = stepped(lambda own: DTensor.from_local(own, mesh, [Shard(0)]))
+    assert all(map(torch.equal, parts, stepped(lambda own: own)))
+    # A rank that has nothing of a parameter has no row for it.
+    nothing = nn.Parameter(DTensor.from_local(torch.ones(0, 3), mesh, [Shard(0)], shape=(1, 3), stride=(3, 1)))
+    nothing.grad = torch.ones_like(nothing)
+    optimizer = kind([nothing], lr=0.1)
+    optimizer.step()
+    assert optimizer.state_dict()
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
@@ -76,7 +103,7 @@ def test_gradients_around_others_are_refused(mesh, kernel_device, first, larc, b
 def test_larc_refuses_sharded_parameters_of_any_optimizer(mesh):
     weight = sharded(mesh)
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(UnsupportedError, match="LARC got parameter 0 of group 0 as DTensor"):
+    with pytest.raises(UnsupportedError, match="LARC got parameter 0 of group 0 as a shard"):
         LARC(torch.optim.SGD([weight], lr=0.1)).step()
 
 

@@ -126,8 +126,8 @@ def test_what_others_have_gets_the_way_it_is_done_here_and_no_guess_by_letters(n
         ({"precision": "Half"}, "write '16-mixed'"),
         ({"precision": torch.float16}, "write '16-mixed'"),
         ({"precision": "bfloat16"}, "write 'bf16-mixed'"),
-        ({"strategy": "fsdp"}, "models larger than a GPU are not offered"),
-        ({"strategy": "deepspeed_stage_2"}, "models larger than a GPU are not offered"),
+        ({"strategy": "fsdp_cpu_offload"}, "write strategy='fsdp', or FSDP(units=[...])"),
+        ({"strategy": "deepspeed_stage_2"}, "write strategy='fsdp', which shards"),
         ({"accelerator": "tpu"}, "TPUs are not offered"),
         ({"accelerator": "mps"}, "a Mac runs accelerator='cpu'"),
         (

@@ -1,0 +1,292 @@
+"""The folder form of a checkpoint: ``state.pt``, which is the file form without the sharded tensors, beside a DCP folder of these.
+
+``state.pt`` names the folder of its tensors and comes last, so a kill at any moment leaves the old checkpoint or the new one: a
+new folder gets its name when all is in it, and in one that is there already ``state.pt`` is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.checkpoint import places
+from fabricamp.checkpoint.content import PRIVATE, check_content
+from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.places import PARTIAL_SUFFIX
+from fabricamp.checkpoint.shards import (
+    METADATA,
+    check_shards,
+    digest_of,
+    files_of,
+    read_shards,
+    replaced,
+    split,
+    stored_in,
+    write_shards,
+)
+from fabricamp.errors import CheckpointError
+from fabricamp.files import sync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fabricamp.strategies.base import Strategy
+
+SHARDS: Final = "shards"
+"""The key that says where the sharded tensors lie, and in which files."""
+_NAME: Final = re.compile(r"shards-[0-9a-f]{16}")
+
+
+def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: Strategy) -> None:
+    """Writes ``state``, with the tensors that are sharded, as a folder at ``path``; every rank calls it with its own.
+
+    Rank 0's values are those of the rest.  Raises :class:`CheckpointError` on every rank where one cannot write; what stood at
+    ``path`` before is then untouched.
+    """
+    place = places.normal(path)
+    if places.is_remote(place):
+        raise CheckpointError(
+            f"cannot write checkpoint {place}: a sharded one is written into a folder of this machine, or one that all machines "
+            "have mounted (ModelCheckpoint(dirpath=...))"
+        )
+    rest, shards = split(state)
+    writing = _Writing(Path(place), private=bool(state.get(PRIVATE)))
+    try:
+        folder = Path(strategy.on_rank_zero(lambda: str(writing.begin(rest))))
+        strategy.agree(_problem(place, lambda: write_shards(folder, shards)))
+        files = strategy.on_rank_zero(lambda: files_of(folder))
+        own = _of_rank(strategy)
+        strategy.agree(_problem(place, lambda: check_shards(folder, files, own)))
+        strategy.on_rank_zero(lambda: writing.end(rest, files))
+    finally:
+        writing.close()
+
+
+def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
+    """Returns what the checkpoint at ``place`` holds, its tensors whole; on the meta device they are not read."""
+    state = read_rest(place, map_location=map_location, verify=verify)
+    if map_location == "meta":
+        return state
+    folder, files = _shards_of(state, place)
+    if verify:
+        _told_of(place, lambda: check_shards(folder, files, lambda _: True))
+    stored = dict(stored_in(state))
+    targets = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in stored.items()}
+    _told_of(place, lambda: read_shards(folder, targets, files))
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+    by_id = {id(one): targets[name].to(device) for name, one in stored.items()}
+    found: dict[str, Any] = replaced(state, by_id)
+    del found[SHARDS]
+    return found
+
+
+def read_rest(place: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
+    """Returns what the checkpoint at ``place`` holds, with tensors on the meta device for the sharded ones, and its files."""
+    state = read_checkpoint(Path(place) / places.STATE, map_location, verify=verify)
+    folder, _ = _shards_of(state, place)
+    if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
+        raise CheckpointError(
+            f"{place} is damaged: the list of its tensors is missing, or not the one that was written"
+        )
+    return state
+
+
+def check_together(place: str, state: dict[str, Any], strategy: Strategy) -> None:
+    """Raises :class:`CheckpointError` where the files of tensors are damaged that it is this rank's turn to look at."""
+    folder, files = _shards_of(state, place)
+    _told_of(place, lambda: check_shards(folder, files, _of_rank(strategy)))
+
+
+def fill(place: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
+    """Reads those tensors of the checkpoint at ``place`` into ``targets``, by their names on disk."""
+    folder, files = _shards_of(state, place)
+    _told_of(place, lambda: read_shards(folder, targets, files))
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Makes ``target`` a checkpoint of the same files as ``source``: by second names where the file system has such."""
+    state = read_checkpoint(source / places.STATE, "meta", verify=False)
+    folder, _ = _shards_of(state, str(source))
+
+    def filled(into: Path) -> None:
+        into.mkdir()
+        for file in folder.iterdir():
+            _link_or_copy(file, into / file.name)
+        sync(into)
+
+    with _container(target, private=not source.stat().st_mode & 0o077) as container:
+        own = container / folder.name
+        if not own.exists():
+            filled(own)
+        spare = container / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+        _link_or_copy(source / places.STATE, spare)
+        spare.replace(container / places.STATE)
+        spare.unlink(missing_ok=True)  # still there where both were one file already
+    _remove_others(target, own.name)
+
+
+class _Writing:
+    """Rank 0's part of writing a folder; on other ranks it is never begun."""
+
+    def __init__(self, target: Path, *, private: bool) -> None:
+        self._target = target
+        self._private = private
+        self._open = contextlib.ExitStack()
+        self._container = target
+        self._folder = target
+        self._ended = False
+
+    def begin(self, rest: dict[str, Any]) -> Path:
+        """Returns the new folder that tensors are written into."""
+        check_content(rest, stored=True)
+        with _writable(self._target):
+            self._container = self._open.enter_context(_container(self._target, private=self._private))
+            self._folder = self._container / f"shards-{secrets.token_hex(8)}"
+            self._folder.mkdir()
+            self._open.callback(self._remove)
+        return self._folder
+
+    def end(self, rest: dict[str, Any], files: dict[str, int]) -> None:
+        """Puts the checkpoint in its place, which all ranks have written and looked at."""
+        with _writable(self._target):
+            sync(self._folder)
+            shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
+            write_checkpoint(self._container / places.STATE, {**rest, SHARDS: shards})
+            self._ended = True
+            self._open.close()
+            _remove_others(self._target, self._folder.name)
+
+    def close(self) -> None:
+        """Removes what was not ended."""
+        self._open.close()
+
+    def _remove(self) -> None:
+        if not self._ended:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _container(target: Path, *, private: bool) -> Iterator[Path]:
+    """The folder at ``target``, or a new one, which gets its name afterwards if ``state.pt`` is in it then."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    if target.is_dir() and not target.is_symlink():
+        yield target
+        return
+    if target.exists() and not target.is_symlink():
+        raise CheckpointError(
+            f"{target} is a file, and a sharded checkpoint is a folder: give another name, or remove it"
+        )
+    new = target.parent / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+    new.mkdir(mode=0o700 if private else 0o777)
+    try:
+        with _locked(new):
+            yield new
+            sync(new)
+            if (new / places.STATE).exists():
+                if target.is_symlink():
+                    target.unlink()
+                new.rename(target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    sync(target.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder as long as its writer lives, where the file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes unfinished folders whose writers were killed: those that nobody holds a lock on."""
+    for name in parent.glob(f".*{PARTIAL_SUFFIX}"):
+        if not name.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            handle = os.open(name, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(name, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _remove_others(target: Path, name: str) -> None:
+    """Removes what an earlier checkpoint at ``target``, or a writer that was killed, left there."""
+    for one in target.glob("shards-*"):
+        if one.name != name:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _of_rank(strategy: Strategy) -> Callable[[str], bool]:
+    """Which files a rank looks at, so that together they look at all: those of its own number, as DCP names them."""
+    rank, world_size = strategy.rank, strategy.world_size
+
+    def own(name: str) -> bool:
+        number = re.match(r"__(\d+)_", name)
+        return (int(number[1]) if number else 0) % world_size == rank
+
+    return own
+
+
+def _shards_of(state: dict[str, Any], place: str) -> tuple[Path, dict[str, int]]:
+    """The folder of a checkpoint's tensors, and its files; what it says of them leads nowhere else."""
+    shards = state.get(SHARDS)
+    if not isinstance(shards, dict) or not isinstance(name := shards.get("folder"), str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"{place} is damaged: its {places.STATE} does not say where its tensors are")
+    files = shards.get("files")
+    if not isinstance(files, dict) or any("/" in str(one) for one in files):
+        raise CheckpointError(f"{place} is damaged: its {places.STATE} does not say in which files its tensors are")
+    return Path(place) / name, files
+
+
+def _problem(place: str, action: Callable[[], object]) -> CheckpointError | None:
+    try:
+        _told_of(place, action)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _told_of(place: str, action: Callable[[], object]) -> None:
+    try:
+        action()
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {place}: {error}; use another one") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {place}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _writable(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoint {target}: {error.strerror or error}; what stood there before is untouched. Free space or "
+            "choose another folder (ModelCheckpoint(dirpath=...))"
+        ) from error

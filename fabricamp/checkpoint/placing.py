@@ -1,0 +1,92 @@
+"""What a checkpoint holds, whole or sharded in another way, brought to the parts that this rank holds of a run's tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.checkpoint import places
+from fabricamp.ops.shards import is_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+
+class Placing:
+    """Tensors of ``checkpoint``, as read from ``path``, that are brought to their places together."""
+
+    def __init__(self, checkpoint: dict[str, Any], path: str) -> None:
+        self._checkpoint = checkpoint
+        self._path = path
+        self._targets: dict[str, Tensor] = {}
+
+    def place(self, name: str, saved: Any, like: Any) -> Any:
+        """Returns ``saved``, which has this name on disk, sharded as ``like`` is; its values may come with :meth:`read`."""
+        if not isinstance(saved, Tensor) or not (is_shard(like) and saved.shape == like.shape):
+            return saved
+        if saved.is_meta:
+            target = torch.empty_like(like.detach(), dtype=saved.dtype)
+            self._targets[name] = target
+            return target
+        from torch.distributed.tensor import distribute_tensor
+
+        # Without an exchange: each rank has read its own.
+        return distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
+
+    def read(self) -> None:
+        """Fills what was placed; ranks do not meet."""
+        if self._targets:
+            from fabricamp.checkpoint.folder import fill
+
+            fill(places.normal(self._path), self._checkpoint, self._targets)
+
+
+def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``checkpoint`` with its weights sharded as the module's ``own`` are; as it is where none of these is."""
+    saved = checkpoint.get("state_dict")
+    if not isinstance(saved, dict) or not any(map(is_shard, own.values())):
+        return checkpoint
+    placing, weights = Placing(checkpoint, path), saved.copy()
+    for name, value in saved.items():
+        weights[name] = placing.place(f"state_dict/{name}", value, own.get(name))
+    placing.read()
+    return {**checkpoint, "state_dict": weights}
+
+
+def placed_states(
+    checkpoint: dict[str, Any], path: str, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the optimizers' ``states``, in which what goes with a sharded parameter is sharded as that one is."""
+    placing, placed = Placing(checkpoint, path), []
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        indices = [index for group in state["param_groups"] for index in group["params"]]
+        if not any(map(is_shard, parameters)) or len(indices) != len(parameters):
+            placed.append(state)
+            continue
+        like = dict(zip(indices, parameters, strict=True))
+        entries = {
+            index: {
+                name: placing.place(f"optimizer_states/{number}/state/{index}/{name}", value, like.get(index))
+                for name, value in entry.items()
+            }
+            for index, entry in state["state"].items()
+        }
+        placed.append({**state, "state": entries})
+    placing.read()
+    return placed
+
+
+def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the gradients of a checkpoint's open window, sharded as the parameters are."""
+    placing = Placing(checkpoint, path)
+    saved: dict[str, Any] = checkpoint["loops"]["fit"]["window"]["gradients"]
+    placed = {
+        name: placing.place(f"loops/fit/window/gradients/{name}", value, own.get(name)) for name, value in saved.items()
+    }
+    placing.read()
+    return placed

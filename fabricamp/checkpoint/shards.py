@@ -1,0 +1,190 @@
+"""Sharded tensors on disk: torch's distributed checkpoint (DCP), of tensors alone, read without running what a file brings."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import pickle
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fabricamp.checkpoint.content import TENSORS
+from fabricamp.errors import CheckpointError
+from fabricamp.ops.shards import is_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+METADATA: Final = ".metadata"
+SEPARATOR: Final = "/"
+"""Between the keys that lead to a tensor, in its name on disk."""
+
+_KNOWN: Final = {
+    "torch": re.compile(r"Size|device|(float|bfloat|int|uint|complex)\d+|bool"),
+    "torch.serialization": re.compile(r"_get_layout"),
+    "torch.distributed.checkpoint.metadata": re.compile(
+        r"Metadata|TensorStorageMetadata|TensorProperties|_MEM_FORMAT_ENCODING|ChunkStorageMetadata|MetadataIndex|StorageMeta"
+    ),
+    "torch.distributed.checkpoint.filesystem": re.compile(r"_StorageInfo"),
+    "pathlib": re.compile(r"(Pure)?(Posix|Windows)?Path"),
+    "pathlib._local": re.compile(r"(Pure)?(Posix|Windows)?Path"),
+}
+"""All that DCP's own metadata of tensors is made of."""
+
+
+def split(value: Any, place: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Returns ``value`` with tensors on the meta device for the sharded ones in it, and these by their places.
+
+    Raises :class:`CheckpointError` for a tensor that is on the meta device already.
+    """
+    shards: dict[str, Tensor] = {}
+
+    def without(value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            result = copy.copy(value)  # with what torch hangs on a state dict
+            for key, item in value.items():
+                result[key] = without(item, f"{place}{SEPARATOR}{key}" if place else str(key))
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(without(item, f"{place}{SEPARATOR}{index}") for index, item in enumerate(value))
+        if isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(
+                f"{place} is a tensor on the meta device, which has no values to save; materialise it"
+            )
+        if not is_shard(value):
+            return value
+        assert place not in shards, place
+        shards[place] = value.detach()
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    return without(value, place), shards
+
+
+def stored_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields what stands for a tensor on disk, a tensor on the meta device, with its name there."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    for key, item in items:
+        yield from stored_in(item, f"{place}{SEPARATOR}{key}" if place else str(key))
+    if type(value) in TENSORS and value.is_meta:
+        yield place, value
+
+
+def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
+    """Returns ``value`` with other tensors in the place of some, found by their ids."""
+    if isinstance(value, dict):
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = replaced(item, by)
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(replaced(item, by) for item in value)
+    return by.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def write_shards(folder: Path, shards: dict[str, Tensor]) -> None:
+    """Writes what each rank holds of ``shards`` into ``folder``, on disk for good; every rank calls it."""
+    _told(lambda: save(dict(shards), storage_writer=FileSystemWriter(folder)), "cannot be written")
+
+
+def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, int]) -> None:
+    """Fills ``targets``, whole tensors or sharded in whatever way, each rank what it holds; ranks do not meet."""
+    if not targets:
+        return
+    reader = _Reader(folder, files)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        _told(lambda: load(dict(targets), storage_reader=reader, no_dist=True), "cannot be read")
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Returns the names and sizes of the files of tensors."""
+    return {one.name: one.stat().st_size for one in sorted(folder.iterdir()) if one.name != METADATA}
+
+
+def digest_of(folder: Path) -> str:
+    """Returns a digest of what says where each tensor lies."""
+    return hashlib.blake2b((folder / METADATA).read_bytes(), digest_size=16).hexdigest()
+
+
+def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], bool]) -> None:
+    """Reads the files whose names are wanted to their ends; raises :class:`CheckpointError` where one is not as it was written."""
+    found = files_of(folder)
+    if found != dict(files):
+        wrong = sorted(set(found.items()) ^ set(files.items()))
+        raise CheckpointError(f"{folder} is damaged: {wrong[0][0]} is missing, or not as long as it was written")
+    places: dict[str, list[tuple[int, int]]] = {name: [] for name in files if names(name)}
+    for one in _Reader(folder, files).read_metadata().storage_data.values():
+        if one.relative_path in places:
+            places[one.relative_path].append((one.offset, one.length))
+    for name, parts in places.items():
+        with (folder / name).open("rb") as file:
+            for offset, length in sorted(parts):
+                file.seek(offset)
+                _check_part(io.BytesIO(file.read(length)), folder / name)
+
+
+def _check_part(part: io.BytesIO, file: Path) -> None:
+    try:
+        with zipfile.ZipFile(part) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{file} is damaged ({error})") from error
+    if damaged is not None:
+        raise CheckpointError(f"{file} is damaged: the checksum of {damaged} is wrong")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        pattern = _KNOWN.get(module)
+        if pattern is None or not pattern.fullmatch(name):
+            raise CheckpointError(
+                f"it names {module}.{name}, which is no part of a list of tensors, so it is not loaded"
+            )
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader; its list of tensors is a pickle, of which nothing is loaded but what such a list is made of."""
+
+    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._files = files
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        with (self._folder / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        for one in metadata.storage_data.values():
+            if one.relative_path not in self._files:
+                raise CheckpointError(f"it leads to {one.relative_path!r}, which is no file of this checkpoint")
+            if getattr(one, "transform_descriptors", None):
+                raise CheckpointError("its tensors are packed in a way that is not read")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _told(action: Callable[[], object], what: str) -> None:
+    """Runs ``action``; whatever goes wrong is a :class:`CheckpointError` with the reason alone, not a traceback a rank."""
+    try:
+        action()
+    except CheckpointException as error:
+        failures = cast("Mapping[int, Any]", error.failures)
+        rank, (cause, _) = next(iter(failures.items()))
+        raise CheckpointError(f"its tensors {what} (rank {rank}: {cause})") from cause
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"its tensors {what} ({type(error).__name__}: {error!s:.300})") from error

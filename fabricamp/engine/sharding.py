@@ -1,0 +1,87 @@
+"""What a run whose strategy shards the module has to be, looked at before anything is sharded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
+from fabricamp.callbacks.divergence_check import DivergenceCheck
+from fabricamp.callbacks.gradient_monitor import GradientMonitor
+from fabricamp.callbacks.lr_finder import LearningRateFinder
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
+from fabricamp.callbacks.weight_averaging import WeightAveraging
+from fabricamp.checkpoint import places
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.precision.base import Precision
+from fabricamp.precision.level import OptLevel
+from fabricamp.strategies.base import ShardPlan
+
+if TYPE_CHECKING:
+    from fabricamp.engine.session import Session
+
+_REFUSED = {
+    AsyncCheckpoint: "use ModelCheckpoint, whose folder all ranks write",
+    BatchSizeFinder: "find it with strategy='single' on a smaller model",
+    LearningRateFinder: "find it with strategy='single' on a smaller model",
+    GradientMonitor: "log fabricamp.utilities.grad_norm in on_before_optimizer_step",
+    DivergenceCheck: "leave it out: every rank has other parts, and none that could diverge",
+    StochasticWeightAveraging: "leave it out, or use strategy='ddp'",
+    WeightAveraging: "leave it out, or use strategy='ddp'",
+}
+
+
+def shard_module(session: Session, *, filled_later: bool) -> None:
+    """Lets a strategy that shards do so, and says what came of it; raises :class:`ConfigError` for what cannot work so."""
+    if session.strategy.checkpoint_form != "folder":
+        return
+    _check(session)
+    session.notices.say(session.strategy.shard_module(session.module, _plan(session.precision, filled_later)))
+
+
+def check_saving(session: Session) -> None:
+    """Raises :class:`CheckpointError` where a run is over whose ranks held parts: there is nothing left to write a folder from."""
+    if session.closed and session.strategy.checkpoint_form == "folder":
+        raise CheckpointError(
+            f"save_checkpoint after a run with strategy={session.strategy.name!r}: its parts are gone with it; call it in a hook "
+            "such as on_fit_end, or use a ModelCheckpoint. On rank 0 the module has the whole weights: module.state_dict()"
+        )
+
+
+def _check(session: Session) -> None:
+    name = session.strategy.name
+    for callback in session.trainer.callbacks:
+        for kind, cure in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"{type(callback).__name__} with strategy={name!r} is not offered: {cure}")
+        _check_folder(callback, name)
+    if session.settings.sync_batchnorm:
+        raise ConfigError(
+            f"sync_batchnorm=True with strategy={name!r} is not offered: leave it out, or use strategy='ddp'"
+        )
+
+
+def _check_folder(callback: Callback, name: str) -> None:
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath and places.is_remote(callback.dirpath):
+        raise ConfigError(
+            f"ModelCheckpoint(dirpath={callback.dirpath!r}) with strategy={name!r}: all ranks write a folder, which has to be on a "
+            "file system that they have mounted; give a path"
+        )
+
+
+def _plan(precision: Precision, filled_later: bool) -> ShardPlan:
+    level = precision.level if isinstance(precision, OptLevel) else None
+    if level is None and type(precision) is not Precision:
+        raise ConfigError(
+            f"precision {precision.name!r} ({type(precision).__name__}) under a strategy that shards: give an opt level"
+        )
+    if level is None:
+        return ShardPlan(filled_later=filled_later)
+    if level.cast_model_type is not None or level.cast_model_outputs is not None:
+        raise ConfigError(
+            f"precision {level.name!r} with a strategy that shards is not offered where it converts the module "
+            f"({level.cast_model_type or level.cast_model_outputs}); give 'O0', 'O1' or 'O4', whose parts are fp32"
+        )
+    return ShardPlan(compute_dtype=level.autocast, filled_later=filled_later)

@@ -1,0 +1,77 @@
+"""First values for parameters and buffers that were built on the meta device, where they have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def leave_meta(module: nn.Module) -> list[str]:
+    """Gives what ``module`` has on the meta device values in host memory; returns the names of what nothing has written to."""
+    if not any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+        return []
+    first = FirstValues(module, torch.device("cpu"), fills=True)
+    first.give(module.modules())
+    return first.unfilled
+
+
+_FILLERS = ("reset_parameters", "init_weights")
+
+
+class FirstValues:
+    """Gives tensors on the meta device memory on ``device``, and on rank 0 (``fills``) values by their modules' own methods."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, fills: bool) -> None:
+        self._device = device
+        self._fills = fills
+        self._names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
+        self._made: dict[int, Tensor] = {}
+        self.unfilled: list[str] = []
+        """Names of what no method has written to."""
+
+    def give(self, modules: Iterable[nn.Module]) -> None:
+        """Gives what these modules own themselves; a parameter of several stays that of them all."""
+        for module in modules:
+            marked = [
+                (self._names[id(one)], self._put(table, name, one))
+                for table in _tables(module)
+                for name, one in list(table.items())
+                if one is not None and one.is_meta
+            ]
+            if not (marked and self._fills):
+                continue
+            with torch.no_grad():
+                for filler in filter(None, (getattr(module, name, None) for name in _FILLERS)):
+                    filler()
+                    break
+            self.unfilled += [name for name, one in marked if bool(_is_mark(one).any())]
+
+    def _put(self, table: dict[str, Any], name: str, one: Tensor) -> Tensor:
+        made = self._made.get(id(one))
+        if made is None:
+            made = torch.empty_like(one, device=self._device)
+            made.fill_(_mark(made.dtype))
+            if isinstance(one, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=one.requires_grad)
+            self._made[id(one)] = made
+        table[name] = made
+        return made
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _mark(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_mark(tensor: Tensor) -> Tensor:
+    return tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _mark(tensor.dtype)

@@ -1,0 +1,291 @@
+"""torch's ``fully_shard`` as a strategy: each rank holds a part of every parameter, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.first_values import FirstValues
+from fabricamp.strategies.presence import listed
+from fabricamp.strategies.process_group import ProcessGroupStrategy
+from fabricamp.strategies.sharding import Undo, replace_shards
+from fabricamp.strategies.units import Unit, described, own_modules, units_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from fabricamp.strategies.base import ShardPlan
+
+_ZERO_NAMES: Final = {"zero3": True, "zero2": False}
+_BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDP(ProcessGroupStrategy):
+    """Every process holds a part of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
+
+    The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling are of the local parts, with one
+    exchange of one number.  A checkpoint is a folder that all processes write; it goes on at any number of them.  After a run
+    rank 0 has the whole parameters, in host memory; the other ranks have them on the meta device.
+
+    Args:
+        units: "auto" finds repeated layers by structure; else a list of the classes whose modules are gathered one by one.
+        reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
+            keeps them, a number of ranks keeps a larger part of them.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+
+    Raises:
+        ConfigError: for options that are not these.
+
+    Example:
+        >>> FSDP(reshard_after_forward="zero2").name
+        'fsdp'
+    """
+
+    name: ClassVar[str] = "fsdp"
+    owns_master_weights: ClassVar[bool] = True
+    checkpoint_form: ClassVar[Literal["file", "folder"]] = "folder"
+
+    def __init__(
+        self,
+        units: Literal["auto"] | Sequence[type[nn.Module]] = "auto",
+        *,
+        reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
+        timeout: float | timedelta | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout)
+        self.units = _checked_units(units)
+        self.reshard_after_forward = _checked_reshard(reshard_after_forward)
+        self._undo: Undo | None = None
+        self._steps: dict[str, Any] = {}
+        self._module: nn.Module | None = None
+        self._trained: dict[str, bool] = {}
+        self._mesh: Any = None
+
+    def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
+        """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
+        self._check_new(module)
+        self._check_ranks()
+        kind = type(module).__name__
+        self.check_same_module(module)
+        units = units_of(module, self.units)
+        self._undo, self._module = Undo(module), module
+        self._trained = {name: one.requires_grad for name, one in module.named_parameters()}
+        missing = self.broadcast([name for name, one in _tensors_of(module) if one.is_meta])
+        first = FirstValues(module, self.device, fills=self.rank == 0 and bool(missing))
+        exchange = Exchange(1, DEFAULT_BUCKET_MB)
+        sizes, kinds = [one.size for one in units], described(units)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        for unit in units:
+            modules = own_modules(unit, units)
+            first.give(modules)
+            self._share(modules, exchange)
+            self._shard(unit, mesh, plan, is_root=unit is units[-1])
+        unfilled = self.broadcast(first.unfilled)
+        if unfilled and not plan.filled_later:
+            raise ConfigError(
+                f"{listed(unfilled)} of {kind} were built on the meta device, and no module gives them values: "
+                "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
+            )
+        self._undo.note()
+        self._wrap_steps(module)
+        return self._told(module, kinds, sizes)
+
+    def unshard_module(self, module: nn.Module) -> None:
+        """Gives the module back plain, as it came; rank 0 has its whole parameters, in host memory."""
+        undo, self._undo, self._module = self._undo, None, None
+        if undo is None:
+            return
+        for name, before in self._steps.items():
+            vars(module).pop(name, None)
+            if before is not None:
+                vars(module)[name] = before
+        self._steps = {}
+        _reshard(module)
+
+        def whole(parameter: Any) -> Tensor:
+            full: Tensor = parameter.detach().full_tensor()
+            return full.cpu() if self.rank == 0 else torch.empty_like(full, device="meta")
+
+        replace_shards(module, whole)
+        undo.undo()
+
+    def share_module(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's buffers; parameters are sharded already."""
+        self.share_buffers(module)
+
+    def wrap_module(
+        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
+    ) -> Callable[..., Any]:
+        """Returns the step, which gathers what it needs; refuses manual optimization."""
+        if not automatic:
+            raise ConfigError(
+                "strategy='fsdp' with automatic_optimization=False is not offered: backward has to come behind the step; leave "
+                "backward and step to the Trainer, or use strategy='ddp'"
+            )
+        return step
+
+    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``step``; raises :class:`ConfigError` where parameters were frozen or unfrozen since they were sharded."""
+        assert self._module is not None
+        _reshard(self._module)  # what a validation has left gathered
+        changed = [
+            name for name, one in self._module.named_parameters() if one.requires_grad != self._trained.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{listed(changed)} got another requires_grad since the run began, which strategy='fsdp' cannot follow: freeze in "
+                "__init__ or configure_model, or use strategy='ddp'"
+            )
+        return step
+
+    def refuses_graph(self, accumulate: int) -> str:
+        """Returns that nothing is captured."""
+        return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
+
+    def reduce_statistics(self, statistics: Tensor) -> None:
+        """Sums gradient statistics over the ranks, each of which has them of its part."""
+        dist.all_reduce(statistics)
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state dict, of each parameter the part that this rank holds."""
+        _reshard(module)  # what a forward without a backward has left gathered
+        return module.state_dict()
+
+    def teardown(self) -> None:
+        """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
+        self._undo = self._module = None
+        self._steps = {}
+        # Nobody may hold the group beyond this: torch's states hold each other, and the mesh is the optimizers' too.
+        gc.collect()
+        if self._mesh is not None:
+            vars(self._mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
+        self._mesh = None
+        super().teardown()
+
+    def _check_new(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if any(isinstance(one, FSDPModule) for one in module.modules()):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded already, by fully_shard or a run that has failed; build it anew, and leave "
+                "the sharding to FSDP(units=[...])"
+            )
+
+    def _check_ranks(self) -> None:
+        after = self.reshard_after_forward
+        if not isinstance(after, bool) and (after >= self.world_size or self.world_size % after):
+            raise ConfigError(
+                f"FSDP(reshard_after_forward={after}) has to divide the number of ranks, {self.world_size}, and be less; or give "
+                "True or False"
+            )
+
+    def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
+        """Gives every rank rank 0's values of what these modules own, on the device."""
+        own = {id(one): one for module in modules for one in (*_own(module._parameters), *_own(module._buffers))}
+        for tensor in own.values():
+            tensor.data = tensor.data.to(self.device)
+        if own and self.world_size > 1:
+            exchange.broadcast([one.detach() for one in own.values()])
+
+    def _shard(self, unit: Unit, mesh: Any, plan: ShardPlan, *, is_root: bool) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(
+            param_dtype=plan.compute_dtype,
+            reduce_dtype=None if plan.compute_dtype is None else torch.float32,
+            cast_forward_inputs=plan.casts_inputs and not is_root,
+        )
+        # The rest is needed again as soon as backward begins: torch keeps it where it may choose.
+        after = None if is_root and self.reshard_after_forward is not False else self.reshard_after_forward
+        fully_shard(unit.module, mesh=mesh, reshard_after_forward=after, mp_policy=policy)
+
+    def _wrap_steps(self, module: nn.Module) -> None:
+        """Makes each step that the user wrote gather what belongs to no unit, as a forward does."""
+        for name in _STEPS:
+            if callable(getattr(module, name, None)) and _is_written(module, name):
+                self._steps[name] = vars(module).get(name)
+                vars(module)[name] = _gathering(module, name)
+
+    def _told(self, module: nn.Module, kinds: str, sizes: Sequence[int]) -> str:
+        here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
+        kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
+        return (
+            f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
+            f"gathered at once{kept}"
+        )
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _own(table: dict[str, Any]) -> list[Tensor]:
+    return [one for one in table.values() if one is not None]
+
+
+def _gathering(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The method of that name as torch wraps it, with the signature that it has: torch's takes one argument less."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    written = getattr(module, name)
+    register_fsdp_forward_method(module, name)
+    wrapped = getattr(module, name)
+    return functools.wraps(written)(functools.partial(wrapped))
+
+
+def _reshard(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+
+
+def _is_written(module: nn.Module, name: str) -> bool:
+    """Whether the user's class has this step, and not the base of all alone."""
+    owner = next((one for one in type(module).__mro__ if name in vars(one)), None)
+    return name in vars(module) or (owner is not None and owner.__module__.split(".")[0] not in _BASES)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} bytes"
+
+
+def _checked_units(units: object) -> Any:
+    if units == "auto":
+        return units
+    if isinstance(units, str):
+        raise ConfigError(
+            f"FSDP(units={units!r}) is not known{nearest(units, ['auto'])}; give 'auto' or a list of classes"
+        )
+    given = list(units) if isinstance(units, (list, tuple, set)) else [units]
+    wrong = [one for one in given if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    if wrong or not given or not isinstance(units, (list, tuple, set)):
+        raise ConfigError(
+            f"FSDP(units={units!r:.200}) has to be 'auto', or a list of classes of submodules, such as units=[Block]"
+        )
+    return given
+
+
+def _checked_reshard(value: object) -> bool | int:
+    named = _ZERO_NAMES.get(value, value) if isinstance(value, str) else value
+    if isinstance(named, bool) or (isinstance(named, int) and named > 1):
+        return named
+    raise ConfigError(
+        f"FSDP(reshard_after_forward={value!r}) has to be True ('zero3'), False ('zero2'), or a number of ranks above 1 that "
+        "divides that of all"
+    )

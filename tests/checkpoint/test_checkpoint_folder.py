@@ -1,0 +1,189 @@
+"""The folder form of a checkpoint: what comes back, what replaces what, what damage and foreign code in it lead to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places, read_checkpoint, read_header, write_together
+from fabricamp.checkpoint.folder import write_folder
+from fabricamp.errors import CheckpointError
+from fabricamp.strategies import Strategy
+
+
+class Sharding(Strategy):
+    checkpoint_form = "folder"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def state(mesh):
+    def sharded(*shape):
+        return distribute_tensor(torch.arange(float(torch.Size(shape).numel())).view(shape), mesh, [Shard(0)])
+
+    weights = torch.nn.Linear(2, 3).state_dict()  # with torch's notes of versions
+    weights.update(weight=sharded(3, 2), bias=sharded(3))
+    states = [{"state": {0: {"exp_avg": sharded(3, 2) + 1, "step": torch.tensor(3.0)}}, "param_groups": []}]
+    return {"state_dict": weights, "optimizer_states": states, "global_step": 5, "rng": [torch.arange(3)]}
+
+
+def written(path, state):
+    write_together(str(path), state, Sharding())
+    return path
+
+
+def check(found, step=5):
+    assert found["global_step"] == step
+    assert type(found["state_dict"]["weight"]) is torch.Tensor
+    assert torch.equal(found["state_dict"]["weight"], torch.arange(6.0).view(3, 2))
+    assert found["state_dict"]._metadata[""] == {"version": 1}
+    assert torch.equal(found["optimizer_states"][0]["state"][0]["exp_avg"], torch.arange(1.0, 7.0).view(3, 2))
+    assert "shards" not in found
+
+
+def test_a_folder_comes_back_whole(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    check(read_checkpoint(path))
+    header = read_header(str(path))
+    assert header["state_dict"]["weight"].is_meta
+    assert header["state_dict"]["weight"].shape == (3, 2)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_path):
+    path, second, link = written(tmp_path / "a.ckpt", state), tmp_path / "b.ckpt", tmp_path / "last.ckpt"
+    assert not places.has_other_names(str(path))
+    copy_checkpoint(path, second)
+    copy_checkpoint(path, second)
+    link_checkpoint(second, link)
+    assert places.same_file(str(path), str(second))
+    assert places.has_other_names(str(path))
+    assert link.is_symlink()
+    inodes = [sorted(one.stat().st_ino for one in each.rglob("*") if one.is_file()) for each in (path, second)]
+    assert inodes[0] == inodes[1]
+    places.remove(str(path))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["b.ckpt", "last.ckpt"]
+    check(read_checkpoint(link))
+    places.remove(str(link))
+    check(read_checkpoint(second))
+
+
+def test_what_stands_there_is_replaced_within_its_folder(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    killed = path / "shards-0123456789abcdef"  # of a writer that was killed
+    killed.mkdir()
+    copy_checkpoint(written(tmp_path / "b.ckpt", {**state, "global_step": 6}), path)
+    check(read_checkpoint(path), 6)
+    written(path, {**state, "global_step": 7})
+    check(read_checkpoint(path), 7)
+    assert len(list(path.iterdir())) == 2
+    check(read_checkpoint(tmp_path / "b.ckpt"), 6)
+
+
+def test_a_write_that_fails_leaves_what_stands_there(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    with pytest.raises(CheckpointError, match=r"\['wrong'\] is a builtins.object"):
+        written(path, {**state, "wrong": object()})
+    with pytest.raises(CheckpointError, match="lost/weight is a tensor on the meta device"):
+        written(path, {**state, "lost": {"weight": torch.empty(2, device="meta")}})
+    (tmp_path / "file.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"file.ckpt is a file, and a sharded checkpoint is a folder"):
+        written(tmp_path / "file.ckpt", state)
+    with pytest.raises(CheckpointError, match="a folder of this machine"):
+        write_folder("memory://a.ckpt", state, Sharding())
+    check(read_checkpoint(path))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "file.ckpt"]
+    assert len(list(path.iterdir())) == 2
+
+
+def test_abandoned_folders_are_removed_and_those_of_a_living_writer_are_not(state, tmp_path):
+    abandoned, living = tmp_path / ".aa.ckpt.partial", tmp_path / ".bb.ckpt.partial"
+    for one in (abandoned, living):
+        (one / "shards-0").mkdir(parents=True)
+    handle = os.open(living, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    written(tmp_path / "a.ckpt", state)
+    os.close(handle)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [living.name, "a.ckpt"]
+
+
+def damaged_in(shards, name):
+    file = next(shards.glob(name))
+    content = bytearray(file.read_bytes())
+    content[content.index(b"\x00\x00\x80?") if name != ".metadata" else 100] ^= 1  # of a 1.0
+    file.write_bytes(content)
+
+
+def shortened(shards, name):
+    file = next(shards.glob(name))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "words"),
+    [
+        (damaged_in, "__0_0.distcp", "__0_0.distcp is damaged"),
+        (shortened, "__0_0.distcp", "is missing, or not as long"),
+        (lambda shards, name: (shards / name).unlink(), "__0_0.distcp", "is missing, or not as long"),
+        (damaged_in, ".metadata", "not the one that was written"),
+        (lambda shards, name: (shards / name).unlink(), ".metadata", "the list of its tensors is missing"),
+    ],
+)
+def test_damage_is_told(damage, name, words, state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    damage(next(path.glob("shards-*")), name)
+    with pytest.raises(CheckpointError, match=words):
+        read_checkpoint(path)
+
+
+def rewritten(path, **shards):
+    """``state.pt`` as somebody else would write it."""
+    state = torch.load(path / places.STATE, weights_only=True)
+    state.pop("checksum", None)
+    state["shards"] |= shards
+    torch.save(state, path / places.STATE)
+
+
+def with_metadata(path, content):
+    import hashlib
+
+    (next(path.glob("shards-*")) / ".metadata").write_bytes(content)
+    rewritten(path, digest=hashlib.blake2b(content, digest_size=16).hexdigest())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/shards-of-somebody-else",)
+
+
+def test_nothing_that_a_folder_brings_is_run_or_followed(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    good = (next(path.glob("shards-*")) / ".metadata").read_bytes()
+    with_metadata(path, pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="it names posix.mkdir, which is no part"):
+        read_checkpoint(path)
+    with_metadata(path, good.replace(b"__0_0.distcp", b"../x.distcp0"))
+    with pytest.raises(CheckpointError, match=r"leads to '\.\./x"):
+        read_checkpoint(path)
+    for shards in ({"folder": "../b"}, {"files": {"../x": 1}}):
+        rewritten(path, **shards)
+        with pytest.raises(CheckpointError, match="does not say"):
+            read_checkpoint(path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is a folder without state\.pt"):
+        read_checkpoint(tmp_path)

@@ -1,0 +1,399 @@
+"""strategy="fsdp" on two ranks, four and one: equal to one process on the joined batch, exact resumes at any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from fabricamp import Callback, TrainingModule, seed_everything
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from fabricamp.strategies import FSDP
+from fabricamp.utilities.grads import grad_norm
+from tests.distributed.ranks import run_ranks
+from tests.small import loader, quiet_trainer
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+    "torch's fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, fused=True),
+    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.01, eps=1e-3, weight_decay=0.01),
+    "FusedSGD": lambda parameters: FusedSGD(parameters, lr=0.1, momentum=0.9),
+    "FusedAdagrad": lambda parameters: FusedAdagrad(parameters, lr=0.05),
+    "FusedLion": lambda parameters: FusedLion(parameters, lr=1e-3),
+}
+# level, optimizer, micro-batches a step, clip, reshard_after_forward, units: every pair of two neighbours somewhere.
+CELLS = [
+    ("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
+    ("O0", "adamw", 3, None, False, "auto"),
+    ("O0", "FusedAdam", 1, ("value", 0.02), "zero2", "blocks"),
+    ("O0", "FusedAdagrad", 3, ("norm", 0.5), "zero3", "blocks"),
+    ("O0", "torch's fused adamw", 1, ("norm", 0.5), False, "blocks"),
+    ("O1", "FusedAdam", 3, ("norm", 0.5), True, "auto"),
+    ("O1", "torch's fused adamw", 1, ("value", 0.02), True, "blocks"),
+    ("O1", "adamw", 3, ("norm", 0.5), False, "blocks"),
+    ("O4", "FusedSGD", 1, ("norm", 0.5), False, "auto"),
+    ("O4", "sgd", 3, None, True, "blocks"),
+]
+# They are cut within a window where there are three micro-batches to a step.
+RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8]]
+
+
+class Block(torch.nn.Module):
+    """33 rows: over 2 and 4 ranks parts differ in size, and some ranks have nothing of a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 33)
+        self.down = torch.nn.Linear(33, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(TrainingModule):
+    """Repeated blocks, and parameters outside of them: one of a single number, one tied to another."""
+
+    def __init__(self, optimizer="sgd", *, meta=False):
+        super().__init__()
+        self.optimizer = optimizer
+        self.meta = meta
+        self.rates = None
+        if not meta:
+            self.build()
+
+    def build(self):
+        self.first = torch.nn.Linear(8, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(16, 3)
+        self.mirror = torch.nn.Linear(16, 3, bias=False)
+        self.mirror.weight = self.head.weight
+        self.scale = torch.nn.Parameter(torch.ones(1, device=self.head.weight.device))
+
+    def init_weights(self):
+        torch.nn.init.constant_(self.scale, 0.5)
+
+    def configure_model(self):
+        if self.meta and not hasattr(self, "first"):
+            with torch.device("meta"):
+                self.build()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.scale * self.mirror(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+class SaveAt(Callback):
+    def __init__(self, path, batches):
+        self.path, self.batches = str(path), batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches_done == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def flat(module):
+    return torch.cat([value.flatten().double() for value in module.state_dict().values()])
+
+
+def first_weights(cell):
+    seed_everything(5, verbose=False)
+    return flat(Net(cell[1]))
+
+
+def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
+    """The weights after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
+    level, optimizer, accumulate, clip, _, _ = cell
+    seed_everything(5, verbose=False)
+    module = Net(optimizer)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices="auto",
+        precision=level,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip and clip[1],
+        gradient_clip_algorithm=clip[0] if clip else "norm",
+        num_sanity_val_steps=1,
+        callbacks=[] if save is None else [SaveAt(save, 5)],
+    )
+    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    assert type(module) is Net
+    return None if trainer.global_rank else (flat(module), float(trainer.callback_metrics["val_loss"]))
+
+
+def sharding(cell):
+    return FSDP([Block] if cell[5] == "blocks" else "auto", reshard_after_forward=cell[4])
+
+
+def folder_of(folder, cell):
+    return folder / f"{CELLS.index(cell)}.ckpt"
+
+
+def on_two_ranks(folder):
+    found = {"straight": {}, "resumed": {}}
+    for cell in CELLS:
+        save = folder_of(folder, cell) if cell in RESUMED else None
+        found["straight"][cell] = fitted(cell, sharding(cell), 4, save=save)
+    for cell in RESUMED:
+        found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=folder_of(folder, cell))
+    found["from a file"] = fitted(CELLS[0], "fsdp", 4, ckpt_path=folder / "single.ckpt")
+    found["meta"] = meta_weights()
+    found["printed"] = printed()
+    found["overflow"] = overflow_on_one_rank()
+    found["evaluated"] = evaluated()
+    found["norms"] = norms()
+    found["weighted"] = weighted("fsdp", 4)
+    found["rotated"] = rotated(folder / "rotated")
+    found["group"] = dist.is_initialized()
+    return found
+
+
+def meta_weights():
+    seed_everything(11, verbose=False)
+    module = Net(meta=True)
+    quiet_trainer(strategy="fsdp", devices="auto", max_steps=0).fit(module, loader(8, 4))
+    return None if module.scale.is_meta else flat(module)
+
+
+def printed():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        trainer = quiet_trainer(strategy="fsdp", devices="auto", max_steps=1, enable_model_summary=True)
+        trainer.fit(Net(), loader(8, 4))
+    return said.getvalue()
+
+
+def overflow_on_one_rank():
+    """Rank 1's second batch overflows: one flag for all."""
+
+    class Overflowing(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (float("inf") if batch_idx == 1 and self.global_rank == 1 else 1.0)
+
+    found = {}
+    for optimizer in ("FusedAdam", "adamw"):
+        seed_everything(5, verbose=False)
+        trainer = quiet_trainer(strategy="fsdp", devices="auto", precision="O1", max_epochs=1)
+        trainer.fit(Overflowing(optimizer), loader(32, 4))
+        found[optimizer] = trainer.skipped_steps, trainer.precision_plugin.verdicts.applied_steps
+    return found
+
+
+def evaluated():
+    """A fit, then the other entry points with the same module, which rank 0 has whole between them, and a second fit."""
+    seed_everything(5, verbose=False)
+    module = Net()
+    trainer = quiet_trainer(strategy="fsdp", devices="auto", max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, loader(16, 4))
+    value = trainer.validate(module, loader(16, 4), verbose=False)[0]["val_loss"]
+    predictions = torch.cat(trainer.predict(module, loader(16, 4))[::2])  # each rank has them all
+    trainer.max_epochs = 2
+    trainer.fit(module, loader(16, 4))
+    return value, predictions.double(), trainer.global_step
+
+
+def norms():
+    class Watching(Net):
+        def on_before_optimizer_step(self, optimizer):
+            self.rates = {name: float(norm) for name, norm in grad_norm(self, 2).items()}
+
+    seed_everything(5, verbose=False)
+    module = Watching("FusedAdam")
+    trainer = quiet_trainer(
+        devices="auto", strategy="fsdp" if dist.is_torchelastic_launched() else "single", max_steps=1
+    )
+    trainer.fit(module, loader(8, 4 if trainer.world_size > 1 else 8))
+    return module.rates
+
+
+def weighted(strategy, batch_size):
+    """Losses as sums with weights, three micro-batches to a step, and clipping."""
+
+    class Weighted(Net):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            kept = y > 0
+            return F.cross_entropy(self(x)[kept], y[kept], reduction="sum"), kept.sum()
+
+    found = {}
+    for optimizer in ("FusedAdam", "adamw"):
+        seed_everything(5, verbose=False)
+        module = Weighted(optimizer)
+        options = {"max_epochs": 1, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "strategy": strategy}
+        quiet_trainer(devices="auto", **options).fit(module, loader(32, batch_size))
+        found[optimizer] = None if module.scale.is_meta else flat(module)
+    return found
+
+
+def rotated(folder):
+    """A ModelCheckpoint's own rotation, and the run gone on with from what it calls the last one."""
+
+    def run(max_steps, ckpt_path=None):
+        seed_everything(5, verbose=False)
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+        trainer = quiet_trainer(
+            strategy="fsdp", devices="auto", max_steps=max_steps, enable_checkpointing=True, callbacks=[checkpoint]
+        )
+        trainer.fit(Net(), loader(32, 4, shuffle=True), ckpt_path=ckpt_path)
+        return trainer
+
+    run(4)
+    names = sorted(one.name for one in folder.iterdir())
+    trainer = run(6, "last")
+    return names, sorted(one.name for one in folder.iterdir()), trainer.global_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process ends with on the joined batch, by cell."""
+    found = {}
+
+    def run(cell):
+        if cell not in found:
+            found[cell] = fitted(cell, "single", 8)
+        return found[cell]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    fitted(CELLS[0], "single", 8, save=folder / "single.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run_ranks(on_two_ranks, 2, folder, timeout=250.0)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_two_ranks_train_what_one_process_trains_on_the_joined_batch(cell, ranks, alone):
+    before = first_weights(cell)
+    (together, value), (single, single_value) = ranks[0]["straight"][cell], alone(cell)
+    moved = (single - before).norm()
+    assert moved > 0.05
+    apart = (together - single).norm() / moved
+    if cell[0] == "O0":
+        assert apart < 1e-6
+        assert value == pytest.approx(single_value, rel=1e-5)
+        return
+    # Sums of half gradients are rounded in another order: neither is nearer to what fp32 gives.
+    exact, _ = alone(("O0", *cell[1:]))
+    own, others = (together - exact).norm() / moved, (single - exact).norm() / moved
+    assert own < 2 * others + 1e-3, (float(own), float(others))
+
+
+@pytest.mark.parametrize("cell", RESUMED, ids=lambda cell: "-".join(map(str, cell)))
+def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
+    assert torch.equal(ranks[0]["straight"][cell][0], ranks[0]["resumed"][cell][0])
+
+
+def test_a_file_of_one_process_goes_on_sharded(ranks, alone):
+    assert torch.allclose(ranks[0]["from a file"][0], alone(CELLS[0])[0], rtol=0, atol=1e-6)
+
+
+def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder, alone):
+    def resumed(batch_size):
+        return {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in RESUMED[:3]}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {number: run_ranks(resumed, number, 8 // number)[0] for number in (4, 1)}
+    for number, cells in found.items():
+        for cell, (weights, _) in cells.items():
+            straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell[0] == "O0" else 2e-3
+            assert (weights - straight).abs().max() < limit, (number, cell)
+    without_sharding, _ = fitted(RESUMED[1], "single", 8, ckpt_path=folder_of(folder, RESUMED[1]))
+    assert (without_sharding - ranks[0]["straight"][RESUMED[1]][0]).abs().max() < 1e-6
+
+
+def test_a_folder_holds_whole_weights_for_who_reads_it_alone(ranks, folder):
+    path = folder_of(folder, CELLS[0])
+    checkpoint = read_checkpoint(path)
+    assert checkpoint["state_dict"]["blocks.0.up.weight"].shape == (33, 16)
+    assert checkpoint["optimizer_states"][0]["state"][0]["momentum_buffer"].abs().sum() > 0
+    module = Net.load_from_checkpoint(path)
+    assert torch.equal(module.first.weight, checkpoint["state_dict"]["first.weight"])
+    on_meta = Net.load_from_checkpoint(path, meta=True)
+    assert torch.equal(flat(on_meta), flat(module))
+
+
+def test_meta_parameters_get_the_values_of_the_seed_at_any_number_of_ranks(ranks):
+    weights, none = ranks[0]["meta"], ranks[1]["meta"]
+    assert none is None
+    (other,) = run_ranks(meta_weights, 1)
+    assert torch.equal(weights, other)
+    assert weights[-1] != 0
+    assert weights.std() > 0.05
+    assert not weights.isnan().any()
+
+
+def test_units_and_bytes_are_told_before_the_first_step(ranks):
+    words = "fsdp: 3 Block and the rest; 7.35 kB of 14.4 kB of weights on rank 0, at most 4.55 kB gathered at once"
+    assert words in ranks[0]["printed"]
+    assert "fsdp" not in ranks[1]["printed"]
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks):
+    for one in ranks:
+        assert one["overflow"] == {"FusedAdam": (2, 2), "adamw": (2, 2)}  # the first scale is too large, as always
+
+
+def test_the_other_entry_points_and_a_second_fit_take_the_same_module(ranks):
+    seed_everything(5, verbose=False)
+    module = Net()
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(module, loader(16, 4))
+    value, predictions, steps = ranks[0]["evaluated"]
+    assert value == pytest.approx(trainer.validate(module, loader(16, 4), verbose=False)[0]["val_loss"], rel=1e-5)
+    assert torch.allclose(predictions, torch.cat(trainer.predict(module, loader(16, 4))).double(), atol=1e-5)
+    assert steps == 8
+
+
+def test_norms_of_gradients_are_those_of_whole_ones(ranks):
+    assert ranks[0]["norms"] == ranks[1]["norms"]
+    assert ranks[0]["norms"] == pytest.approx(norms(), rel=1e-5)
+
+
+def test_losses_with_weights_are_divided_by_those_of_all_ranks(ranks):
+    alone = weighted("single", 8)
+    for optimizer, weights in ranks[0]["weighted"].items():
+        assert torch.allclose(weights, alone[optimizer], rtol=0, atol=2e-6), optimizer
+
+
+def test_folders_are_rotated_as_files_are(ranks):
+    before, after, steps = ranks[0]["rotated"]
+    assert before == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    assert after == ["epoch=1-step=5.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"]
+    assert steps == 6

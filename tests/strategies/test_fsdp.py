@@ -1,0 +1,240 @@
+"""FSDP before its first batch: options, units found by structure, and what is refused by name; one process suffices."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabricamp import Callback, ConfigError
+from fabricamp.callbacks import (
+    EMA,
+    AsyncCheckpoint,
+    DivergenceCheck,
+    GradientMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from fabricamp.errors import CheckpointError
+from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from fabricamp.precision import OptLevel
+from fabricamp.strategies import FSDP
+from fabricamp.strategies.units import described, units_of
+from fabricamp.tuner import Tuner
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Layer(nn.Module):
+    def __init__(self, width=4, inner=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        if inner is not None:
+            self.experts = nn.ModuleList(inner() for _ in range(4))
+
+
+class Tower(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(8, 4), nn.Embedding(8, 4)
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Tower(Layer() for _ in range(6)), "6 Layer and the rest"),
+        (Tied(), "4 Layer and the rest"),
+        # Mixtures of experts: the outer layers. Two towers: what is within them.
+        (Tower(Layer(inner=Layer) for _ in range(6)), "6 Layer and the rest"),
+        (nn.ModuleDict({"a": Tower(Layer() for _ in range(4)), "b": Tower(Layer() for _ in range(4))}), "8 Layer and the rest"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2 Linear and the rest"),
+        (nn.Linear(4, 4), "the module as a whole"),
+    ],
+)  # fmt: skip
+def test_repeated_layers_are_the_units(module, words):
+    units = units_of(module, "auto")
+    assert described(units) == words
+    assert units[-1].module is module
+    assert sum(len(one.parameters) for one in units) == len(list(module.parameters()))
+
+
+def test_classes_are_the_units_inner_ones_first():
+    module = Tower(Layer(inner=Layer) for _ in range(2))
+    units = units_of(module, [Layer])
+    assert [one.name for one in units][-4:] == ["layers.0.experts.1", "layers.0.experts.0", "layers.0", ""]
+    assert [len(one.parameters) for one in units] == [4] * 10 + [0]
+
+
+def test_units_that_cannot_be_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"units=\[Conv2d\]\): Tied has no submodule of this class; it has Layer, Sequential"
+    ):
+        units_of(Tied(), [nn.Conv2d])
+    with pytest.raises(ConfigError, match=r"FSDP: embedding and the rest share a parameter \(weight\)"):
+        units_of(Tied(), [nn.Embedding])
+    with torch.device("meta"):
+        large = Tied()
+        large.body = nn.Linear(8192, 4096)
+    with pytest.raises(
+        ConfigError,
+        match=r"FSDP: the rest, outside .* holds 100% of the weights.*\(0\.13 GB\).*Layer \(4x\)",
+    ):
+        units_of(large, "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"units": "all"}, r"FSDP\(units='all'\) is not known; give 'auto' or a list of classes"),
+        ({"units": []}, "has to be 'auto', or a list of classes"),
+        ({"units": [nn.Linear(1, 1)]}, "has to be 'auto', or a list of classes"),
+        (
+            {"reshard_after_forward": "zero1"},
+            r"FSDP\(reshard_after_forward='zero1'\) has to be True \('zero3'\), False",
+        ),
+        ({"reshard_after_forward": 1}, "or a number of ranks above 1"),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"replicate": 2}, "has no argument 'replicate'; leave it out: all ranks share one copy"),
+        ({"offload": True}, "parameters in host memory are not offered"),
+        ({"activation_checkpointing": [nn.Linear]}, "call torch.utils.checkpoint"),
+        ({"parallelize": len}, "tensor parallelism is not offered"),
+        ({"auto_wrap_policy": len}, r"write units=\[...\]"),
+        ({"sharding_strategy": "FULL_SHARD"}, "reshard_after_forward='zero3'"),
+        ({"unit": 1}, "did you mean 'units'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        FSDP(**options)
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+
+class Unfilled(Classifier):
+    def configure_model(self):
+        with torch.device("meta"):
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.zeros(2, dtype=torch.int64))
+
+
+class Sharded(Classifier):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.net)
+
+
+def with_optimizer(build):
+    class Other(Classifier):
+        def configure_optimizers(self):
+            return build(self.parameters())
+
+    return Other
+
+
+class Unfreezing(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].bias.requires_grad_(trainer.current_epoch == 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (Classifier, {"callbacks": EMA(0.9)}, "EMA with strategy='fsdp' is not offered"),
+        (Classifier, {"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging with strategy='fsdp'"),
+        (Classifier, {"callbacks": GradientMonitor(), "logger": True}, "GradientMonitor with strategy='fsdp' is not offered"),
+        (Classifier, {"callbacks": DivergenceCheck()}, "DivergenceCheck with strategy='fsdp' is not offered"),
+        (Classifier, {"callbacks": AsyncCheckpoint(), "enable_checkpointing": True}, "AsyncCheckpoint with strategy='fsdp'"),
+        (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
+        (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias got another requires_grad since the run began"),
+        (Classifier, {"sync_batchnorm": True}, "sync_batchnorm=True with strategy='fsdp' is not offered"),
+        (Classifier, {"precision": "64-true"}, "precision 'O3' with a strategy that shards is not offered where it converts"),
+        (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "precision 'O4' with a strategy"),
+        (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks, 1"),
+        (Manual, {}, "automatic_optimization=False is not offered"),
+        (Unfilled, {}, "scale, table of Unfilled were built on the meta device, and no module gives them values"),
+        (Sharded, {}, "Sharded is sharded already"),
+        (with_optimizer(FusedLAMB), {}, "FusedLAMB got parameter 0 .* as a shard, and its update takes norms"),
+        (with_optimizer(FusedNovoGrad), {}, "FusedNovoGrad got parameter 0"),
+        (with_optimizer(lambda given: LARC(FusedSGD(given, lr=0.1))), {}, "LARC got parameter 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_the_first_batch(module, options, words, tmp_path):
+    if "callbacks" in options:
+        options = {**options, "callbacks": [options["callbacks"]]}
+    trainer = quiet_trainer(**{"strategy": "fsdp", "max_epochs": 1, "default_root_dir": tmp_path, **options})
+    with pytest.raises(ConfigError, match=words):
+        trainer.fit(module(), loader(8, 4))
+    dist.destroy_process_group() if dist.is_initialized() else None
+
+
+def test_a_tuner_and_a_save_after_the_run_are_refused(tmp_path):
+    trainer = quiet_trainer(strategy="fsdp", max_epochs=1)
+    with pytest.raises(ConfigError, match="Tuner with strategy='fsdp' is not offered"):
+        Tuner(trainer).lr_find(Classifier(), loader(8, 4))
+    trainer.fit(Classifier(), loader(8, 4))
+    with pytest.raises(CheckpointError, match="its parts are gone with it; call it in a hook"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_module_comes_back_as_it_was_and_nobody_holds_the_group():
+    module, groups = Classifier(), []
+    module.training_step = module.training_step  # of its own, as some tests and hooks have it
+    before = {name: set(vars(one)) for name, one in module.named_modules()}
+
+    class Watching(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            groups.append(weakref.ref(dist.group.WORLD))
+            pl_module.net.register_forward_hook(lambda *_: None)
+
+    trainer = quiet_trainer(strategy=FSDP([nn.Linear]), max_epochs=1, callbacks=[Watching()])
+    trainer.fit(module, loader(8, 4), loader(8, 4))
+    assert type(module) is Classifier
+    assert {name: set(vars(one)) - {"_attachment", "_hparams"} for name, one in module.named_modules()} == before
+    assert [type(one) for one in module.parameters()] == [nn.Parameter] * 4
+    assert len(module.net._forward_hooks) == 1
+    assert not module.net[0]._forward_hooks
+    assert not module.net[0]._state_dict_pre_hooks
+    assert not module.net[0]._load_state_dict_post_hooks
+    gc.collect()
+    assert groups[0]() is None
+    module.state_dict()
+    trainer.fit(module, loader(8, 4))
+
+
+def test_a_fused_optimizer_updates_shards_without_a_trainer():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(shard):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        if shard:
+            fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = FusedAdam(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state[next(net.parameters())]["exp_avg"]
+        return [one.full_tensor() if shard else one for one in (*net.parameters(), state)]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert all(map(torch.equal, trained(True), trained(False)))
+    finally:
+        dist.destroy_process_group()
