@@ -30,7 +30,7 @@ from fabricamp.data.position import (
 )
 from fabricamp.data.staging import Staging
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.rng import capture_rng
+from fabricamp.rng import capture_rng, snapshot_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -155,7 +155,7 @@ class Feed:
             if self._resume is not None:
                 places = self._resume["places"]
             return {**state, "places": places, "last": over}
-        marks = [mark for _, mark in self._queue if mark]
+        marks = [_written(mark) for _, mark in self._queue if mark]
         ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
         drawn = [mark["drawn"] for mark in marks[1:]]
         return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
@@ -282,7 +282,7 @@ class Feed:
     def _mark(self) -> dict[str, Any]:
         """Returns where the pass stands before a batch is read ahead, which a resumed one has to read again."""
         self._given += 1
-        drawn = {"rng": capture_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
+        drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
         return {"places": self._places(self._given), "drawn": drawn}
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -357,6 +357,12 @@ class Feed:
                 "pass a DataLoader, a list or another object that every epoch can iterate anew"
             )
         yield from ()
+
+
+def _written(mark: dict[str, Any]) -> dict[str, Any]:
+    """A mark as a checkpoint holds it."""
+    rng = mark["drawn"]["rng"]
+    return {**mark, "drawn": {**mark["drawn"], "rng": None if rng is None else capture_rng(rng)}}
 
 
 def _behind(batches: Any, unread: int) -> Any:

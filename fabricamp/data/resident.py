@@ -90,14 +90,19 @@ class ResidentLoader(NamesKeywords):
         return samples // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        data, indices, size, transform = self._data(), self.sampler.taken(), self.batch_size, self.transform
+        gather, indices, size, transform = (
+            _gatherer(self._data()),
+            self.sampler.taken(),
+            self.batch_size,
+            self.transform,
+        )
         end = len(indices) - (len(indices) % size if self.drop_last else 0)
         if self._device.type == "cuda":  # from pinned memory, so that the host waits for nothing
             indices = indices.pin_memory().to(self._device, non_blocking=True)
         else:
             indices = indices.to(self._device)
         for start in range(0, end, size):
-            batch = _gathered(data, indices[start : start + size])
+            batch = gather(indices[start : start + size])
             yield batch if transform is None else transform(batch)
 
     def _data(self) -> Any:
@@ -120,10 +125,17 @@ def is_resident(loader: Any) -> bool:
     return all(isinstance(one, ResidentLoader) for one in members)
 
 
-def _gathered(data: Any, indices: Tensor) -> Any:
+def _gatherer(data: Any) -> Callable[[Tensor], Any]:
+    """Returns what gathers the samples of ``data`` at some indices: for the usual forms without looking at them again."""
     if isinstance(data, Tensor):
-        return data.index_select(0, indices)
-    return with_parts(data, functools.partial(_gathered, indices=indices))
+        return functools.partial(data.index_select, 0)
+    if type(data) in (tuple, list):
+        kind, parts = type(data), [_gatherer(one) for one in data]
+        return lambda indices: kind([gather(indices) for gather in parts])
+    if type(data) is dict:
+        named = [(key, _gatherer(one)) for key, one in data.items()]
+        return lambda indices: {key: gather(indices) for key, gather in named}
+    return lambda indices: with_parts(data, lambda one: _gatherer(one)(indices))
 
 
 def _checked(value: Any) -> Any:

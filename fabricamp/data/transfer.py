@@ -39,6 +39,14 @@ def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
 
 def lies_on_gpu(batch: Any) -> bool:
     """Whether anything in ``batch`` knows streams."""
+    if type(batch) in (list, tuple):  # the usual form, in a tenth of the time
+        for one in batch:
+            if type(one) is not Tensor:
+                break
+            if one.is_cuda:
+                return True
+        else:
+            return False
     return next(_recordable(batch, set()), None) is not None
 
 

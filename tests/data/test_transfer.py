@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fabricamp.data import move_to_device
-from fabricamp.data.transfer import record_stream
+from fabricamp.data.transfer import lies_on_gpu, record_stream
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -120,3 +120,30 @@ def test_record_stream_asks_objects_that_know_streams_once():
     graph.store, graph.itself = [store], graph
     record_stream({"a": (Pair(graph, torch.zeros(1)), Sample(store)), "b": 3}, "stream")
     assert store.streams == ["stream"]
+
+
+class OnGpu:
+    """Stands for what knows streams."""
+
+    def record_stream(self, stream):
+        pass
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([torch.zeros(1), torch.zeros(1)], False),
+        ((torch.zeros(1), OnGpu()), True),
+        ([torch.zeros(1), {"a": (OnGpu(), 3)}], True),
+        ([torch.zeros(1), {"a": 3}, "word"], False),
+        (OnGpu(), True),
+        ([], False),
+        ("word", False),
+        ({"a": torch.zeros(1)}, False),
+    ],
+)
+def test_what_lies_on_a_gpu(batch, expected):
+    assert lies_on_gpu(batch) is expected
