@@ -8,19 +8,6 @@ from collections.abc import Iterable
 
 from fabricamp.arguments.meanings import MEANINGS
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DistributedError",
-    "FabricampError",
-    "NonFiniteError",
-    "UnknownArgumentError",
-    "advice",
-    "meant",
-    "nearest",
-    "without_address",
-]
-
 
 class FabricampError(Exception):
     """Anything that fabricamp itself finds wrong."""

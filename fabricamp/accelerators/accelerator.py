@@ -1,5 +1,3 @@
 """Lightning's path to ``Accelerator``."""
 
-from fabricamp.launch.accelerators import Accelerator
-
-__all__ = ["Accelerator"]
+from fabricamp.launch.accelerators import Accelerator as Accelerator

@@ -1,5 +1,3 @@
 """Lightning's path to ``CPUAccelerator``."""
 
-from fabricamp.launch.accelerators import CPUAccelerator
-
-__all__ = ["CPUAccelerator"]
+from fabricamp.launch.accelerators import CPUAccelerator as CPUAccelerator

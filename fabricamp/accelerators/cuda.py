@@ -1,5 +1,3 @@
 """Lightning's path to ``CUDAAccelerator``."""
 
-from fabricamp.launch.accelerators import CUDAAccelerator
-
-__all__ = ["CUDAAccelerator"]
+from fabricamp.launch.accelerators import CUDAAccelerator as CUDAAccelerator

@@ -1,5 +1,3 @@
 """Lightning's path to the base of callbacks."""
 
-from fabricamp.callbacks.base import Callback
-
-__all__ = ["Callback"]
+from fabricamp.callbacks.base import Callback as Callback

@@ -1,5 +1,3 @@
 """Lightning's path to the LearningRateMonitor."""
 
-from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
-
-__all__ = ["LearningRateMonitor"]
+from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor

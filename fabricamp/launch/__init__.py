@@ -1,24 +1,15 @@
 """Where this process stands among others, which devices it may use, and how further processes are started."""
 
-from fabricamp.launch.devices import resolve_devices
-from fabricamp.launch.environment import check_environment, detect
-from fabricamp.launch.processes import run_function, run_script
-from fabricamp.launch.recording import record_end, record_failure, record_others
-from fabricamp.launch.slurm import requeue_job
-from fabricamp.launch.start import choose_start_method, in_call, interactive, script_can_rerun
-
-__all__ = [
-    "check_environment",
-    "choose_start_method",
-    "detect",
-    "in_call",
-    "interactive",
-    "record_end",
-    "record_failure",
-    "record_others",
-    "requeue_job",
-    "resolve_devices",
-    "run_function",
-    "run_script",
-    "script_can_rerun",
-]
+from fabricamp.launch.devices import resolve_devices as resolve_devices
+from fabricamp.launch.environment import check_environment as check_environment
+from fabricamp.launch.environment import detect as detect
+from fabricamp.launch.processes import run_function as run_function
+from fabricamp.launch.processes import run_script as run_script
+from fabricamp.launch.recording import record_end as record_end
+from fabricamp.launch.recording import record_failure as record_failure
+from fabricamp.launch.recording import record_others as record_others
+from fabricamp.launch.slurm import requeue_job as requeue_job
+from fabricamp.launch.start import choose_start_method as choose_start_method
+from fabricamp.launch.start import in_call as in_call
+from fabricamp.launch.start import interactive as interactive
+from fabricamp.launch.start import script_can_rerun as script_can_rerun

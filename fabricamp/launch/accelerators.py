@@ -8,8 +8,6 @@ import torch
 
 from fabricamp.errors import ConfigError
 
-__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "accelerator_of", "find_usable_cuda_devices"]
-
 
 class Accelerator:
     """A kind of devices."""

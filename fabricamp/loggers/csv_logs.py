@@ -1,5 +1,3 @@
 """Lightning's path to the CSVLogger."""
 
-from fabricamp.loggers.csv import CSVLogger
-
-__all__ = ["CSVLogger"]
+from fabricamp.loggers.csv import CSVLogger as CSVLogger

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fabricamp.loggers.base import Logger
-from fabricamp.loggers.dummy import DummyLogger, Silent
+from fabricamp.loggers.base import Logger as Logger
+from fabricamp.loggers.dummy import DummyLogger as DummyLogger
+from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import writes
-
-__all__ = ["DummyLogger", "Logger", "rank_zero_experiment"]
 
 
 def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,5 +1,3 @@
 """``self.log``: device slots, packed reduction over ranks, asynchronous flush."""
 
-from fabricamp.metrics.collection import Metrics
-
-__all__ = ["Metrics"]
+from fabricamp.metrics.collection import Metrics as Metrics

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["plot"]
-
 
 def plot(
     runs: Sequence[str | Path], *, out: str | Path | None = None, metrics: Sequence[str] = (), smooth: float = 0.6

@@ -1,5 +1,3 @@
 """The Trainer, its arguments, and what it lets others see."""
 
-from fabricamp.trainer.trainer import Trainer
-
-__all__ = ["Trainer"]
+from fabricamp.trainer.trainer import Trainer as Trainer

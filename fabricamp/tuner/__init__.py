@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from fabricamp.tuner.tuning import Tuner
-
-__all__ = ["Tuner"]
+from fabricamp.tuner.tuning import Tuner as Tuner

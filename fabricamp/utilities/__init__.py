@@ -5,33 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.data import move_to_device
-from fabricamp.utilities.combined_loader import CombinedLoader
-from fabricamp.utilities.grads import grad_norm
-from fabricamp.utilities.parsing import AttributeDict
-from fabricamp.utilities.rank_zero import (
-    rank_zero_debug,
-    rank_zero_deprecation,
-    rank_zero_info,
-    rank_zero_only,
-    rank_zero_warn,
-)
-from fabricamp.utilities.throughput import measure_flops
+from fabricamp.utilities.combined_loader import CombinedLoader as CombinedLoader
+from fabricamp.utilities.grads import grad_norm as grad_norm
+from fabricamp.utilities.parsing import AttributeDict as AttributeDict
+from fabricamp.utilities.rank_zero import rank_zero_debug as rank_zero_debug
+from fabricamp.utilities.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+from fabricamp.utilities.rank_zero import rank_zero_info as rank_zero_info
+from fabricamp.utilities.rank_zero import rank_zero_only as rank_zero_only
+from fabricamp.utilities.rank_zero import rank_zero_warn as rank_zero_warn
+from fabricamp.utilities.throughput import measure_flops as measure_flops
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "AttributeDict",
-    "CombinedLoader",
-    "grad_norm",
-    "measure_flops",
-    "move_data_to_device",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-]
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:

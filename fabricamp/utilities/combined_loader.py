@@ -1,5 +1,3 @@
 """Lightning's path to the CombinedLoader."""
 
-from fabricamp.data import CombinedLoader
-
-__all__ = ["CombinedLoader"]
+from fabricamp.data import CombinedLoader as CombinedLoader

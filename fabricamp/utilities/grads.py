@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.norms import norms_of
 
-__all__ = ["grad_norm"]
-
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Returns the norm of each parameter's gradient, and of all of them, by name; empty where nothing has a gradient.

@@ -5,25 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lightning_utilities.core.rank_zero import (
-    WarningCache,
-    rank_prefixed_message,
-    rank_zero_deprecation,
-    rank_zero_only,
-    rank_zero_warn,
-)
+from lightning_utilities.core.rank_zero import WarningCache as WarningCache
+from lightning_utilities.core.rank_zero import rank_prefixed_message as rank_prefixed_message
+from lightning_utilities.core.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 
 import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions look at
-
-__all__ = [
-    "WarningCache",
-    "rank_prefixed_message",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-]
 
 _LOG = logging.getLogger(__name__)
 

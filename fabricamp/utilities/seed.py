@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fabricamp.rng import capture_rng, restore_rng, seed_everything
-
-__all__ = ["isolate_rng", "seed_everything"]
+from fabricamp.rng import capture_rng, restore_rng
+from fabricamp.rng import seed_everything as seed_everything
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["measure_flops"]
-
 
 def measure_flops(
     model: nn.Module,  # noqa: ARG001 - Lightning's signature; what forward_fn calls is counted

@@ -7,25 +7,12 @@ from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler as LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau as ReduceLROnPlateau
 
-from fabricamp.engine.optimizer_setup import SchedulerConfig as LRSchedulerConfig
+from fabricamp.engine.optimizer_setup import SchedulerConfig
 
-__all__ = [
-    "EVAL_DATALOADERS",
-    "STEP_OUTPUT",
-    "TRAIN_DATALOADERS",
-    "LRScheduler",
-    "LRSchedulerConfig",
-    "LRSchedulerConfigType",
-    "LRSchedulerPLType",
-    "LRSchedulerTypeTuple",
-    "LRSchedulerTypeUnion",
-    "OptimizerConfig",
-    "OptimizerLRScheduler",
-    "OptimizerLRSchedulerConfig",
-    "ReduceLROnPlateau",
-]
+LRSchedulerConfig = SchedulerConfig
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = Any

@@ -1,5 +1,3 @@
 """apex's multi-layer perceptron."""
 
-from fabricamp.apex.mlp.mlp import MLP
-
-__all__ = ["MLP"]
+from fabricamp.apex.mlp.mlp import MLP as MLP

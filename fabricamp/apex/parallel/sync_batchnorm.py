@@ -1,5 +1,3 @@
 """SyncBatchNorm where apex had it; there is one class."""
 
-from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]
+from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm

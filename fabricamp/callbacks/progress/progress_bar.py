@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar
 from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-__all__ = ["ProgressBar", "get_standard_metrics"]
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from typing import Any
 
 from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
-__all__ = ["RichProgressBar", "RichProgressBarTheme"]
-
 
 class RichProgressBarTheme:
     """The colours of Lightning's bar, kept as attributes; fabricamp's bar has the terminal's own."""

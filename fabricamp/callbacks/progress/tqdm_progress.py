@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
-__all__ = ["TQDMProgressBar"]
-
 
 class TQDMProgressBar(LightningsBar):
     """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.

@@ -1,5 +1,3 @@
 """Lightning's path to ``save_hyperparameters``."""
 
-from fabricamp.hyperparameters import HyperparametersMixin
-
-__all__ = ["HyperparametersMixin"]
+from fabricamp.hyperparameters import HyperparametersMixin as HyperparametersMixin

@@ -1,5 +1,3 @@
 """``clip_grad_norm_`` where apex had it."""
 
-from fabricamp.ops import clip_grad_norm_
-
-__all__ = ["clip_grad_norm_"]
+from fabricamp.ops import clip_grad_norm_ as clip_grad_norm_

@@ -1,5 +1,3 @@
 """BatchNorm over groups of ranks, channels last."""
 
-from fabricamp.apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC
-
-__all__ = ["BatchNorm2d_NHWC"]
+from fabricamp.apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC as BatchNorm2d_NHWC

@@ -1,5 +1,3 @@
 """Rows of one matrix, picked by an index, times those of another."""
 
-from fabricamp.apex.contrib.index_mul_2d.index_mul_2d import index_mul_2d
-
-__all__ = ["index_mul_2d"]
+from fabricamp.apex.contrib.index_mul_2d.index_mul_2d import index_mul_2d as index_mul_2d

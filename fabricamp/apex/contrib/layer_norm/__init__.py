@@ -1,5 +1,3 @@
 """LayerNorm by its name in apex.contrib."""
 
-from fabricamp.apex.contrib.layer_norm.layer_norm import FastLayerNorm
-
-__all__ = ["FastLayerNorm"]
+from fabricamp.apex.contrib.layer_norm.layer_norm import FastLayerNorm as FastLayerNorm

@@ -1,5 +1,3 @@
 """The old FusedLAMB, which is that of ``apex.optimizers``."""
 
-from fabricamp.apex.optimizers import FusedLAMB
-
-__all__ = ["FusedLAMB"]
+from fabricamp.apex.optimizers import FusedLAMB as FusedLAMB

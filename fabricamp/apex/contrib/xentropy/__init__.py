@@ -1,5 +1,3 @@
 """Cross-entropy of logits in one pass, with label smoothing."""
 
-from fabricamp.apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss
-
-__all__ = ["SoftmaxCrossEntropyLoss"]
+from fabricamp.apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss as SoftmaxCrossEntropyLoss
