@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fabricamp.arguments.checks import check_choice, check_flag
+from fabricamp.arguments.checks import check_choice, check_flag, check_names
 from fabricamp.errors import ConfigError, nearest
 
 _PRECISIONS: Final = ("highest", "high", "medium")
@@ -94,9 +94,8 @@ def as_performance(name: str, value: Any) -> Performance | None:
         raise ConfigError(
             f"{name}={value!r} is not known{hint} (known: 'max', 'safe', None, or a dict with some of {', '.join(_NAMES)})"
         )
+    check_names(f"{name} has no option", options, _NAMES)
     for key, option in options.items():
-        if key not in _NAMES:
-            raise ConfigError(f"{name} has no option {key!r}{nearest(str(key), _NAMES)} (known: {', '.join(_NAMES)})")
         if key in _FLAGS:
             check_flag(f"{name}: {key}", option)
         else:

@@ -1,10 +1,11 @@
-"""Whole numbers, flags and choices: each check returns the value, or raises an error that says what is allowed."""
+"""Whole numbers, flags, choices and names: a check returns the value, or raises an error that says what is allowed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, advice, nearest
 
 NO_LIMIT = -1
 """``max_epochs`` and ``max_steps`` of a training that something else ends."""
@@ -47,3 +48,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
         allowed = ", ".join(repr(one) for one in choices)
         raise ConfigError(f"{name}={value!r} is not known{nearest(value, known)} (known: {allowed})")
     return value
+
+
+def check_names(words: str, given: Iterable[str], known: Sequence[str], *, where: str = "") -> None:
+    """Raises for the first of ``given`` that is not ``known``: ``words``, the name, and what ``where`` or likeness advises."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{words} {name!r}{advice(where, name, known)}")

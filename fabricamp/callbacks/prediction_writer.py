@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any, Literal
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,12 +53,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
-        known = [one.value for one in WriteInterval]
-        if write_interval not in known:
-            hint = nearest(str(write_interval), known)
-            raise ConfigError(
-                f"{type(self).__name__}(write_interval={write_interval!r}): choose {', '.join(map(repr, known))}{hint}"
-            )
+        check_choice(f"{type(self).__name__} write_interval", write_interval, tuple(one.value for one in WriteInterval))
         self.interval = WriteInterval(write_interval)
 
     def write_on_batch_end(

@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
@@ -38,11 +39,7 @@ class CombinedLoader:
 
     def __init__(self, iterables: dict[str, Any] | list[Any] | tuple[Any, ...], mode: Mode = "min_size") -> None:
         loaders = own_containers(iterables)
-        if mode not in get_args(Mode):
-            allowed = ", ".join(repr(known) for known in get_args(Mode))
-            raise ConfigError(
-                f"CombinedLoader(mode={mode!r}) is not known{nearest(mode, get_args(Mode))} (known: {allowed})"
-            )
+        check_choice("CombinedLoader mode", mode, get_args(Mode))
         self._keys: list[Any] = list(loaders) if isinstance(loaders, dict) else list(range(len(loaders)))
         if not self._keys:
             raise ConfigError("CombinedLoader got an empty collection; give it at least one loader")

@@ -11,17 +11,13 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
 
 
-class LogAxis:
-    """Gives ``delivery`` what was logged as Lightning does; a value logged as "step" is the axis itself."""
+def deliver(state: RunState, delivery: Delivery, values: Mapping[str, float], step: int) -> None:
+    """Gives ``delivery`` the values of a flush, an epoch or an evaluation, as Lightning does; "step" is the axis itself.
 
-    def __init__(self, state: RunState, delivery: Delivery) -> None:
-        self._state = state
-        self._delivery = delivery
-
-    def deliver(self, values: Mapping[str, float], step: int) -> None:
-        """Takes the values of a flush, an epoch or an evaluation, and the number of steps that were done."""
-        rest = {name: value for name, value in values.items() if name != "step"}
-        if "step" in values:
-            self._delivery.log_metrics(rest, int(values["step"]))
-        else:
-            self._delivery.log_metrics({"epoch": self._state.epoch, **rest}, self._state.place_of(step))
+    ``step`` is the number of steps that were done.
+    """
+    rest = {name: value for name, value in values.items() if name != "step"}
+    if "step" in values:
+        delivery.log_metrics(rest, int(values["step"]))
+    else:
+        delivery.log_metrics({"epoch": state.epoch, **rest}, state.place_of(step))

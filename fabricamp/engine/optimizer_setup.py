@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabricamp.arguments.checks import check_choice, check_number
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.arguments.checks import check_choice, check_names, check_number
+from fabricamp.errors import ConfigError
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.plain_step import demands_closure
 
@@ -164,12 +164,7 @@ def _optimizer(value: Any) -> Optimizer:
 def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = [], []
     for one in dicts:
-        for key in one:
-            if key not in OPTIMIZER_KEYS:
-                raise ConfigError(
-                    f"configure_optimizers returned a dict with key {key!r}{nearest(key, OPTIMIZER_KEYS)} "
-                    f"(known: {', '.join(OPTIMIZER_KEYS)})"
-                )
+        check_names("configure_optimizers returned a dict with key", one, OPTIMIZER_KEYS)
         if "optimizer" not in one:
             raise ConfigError(f"configure_optimizers returned a dict without 'optimizer'; it has {sorted(one)}")
         optimizers.append(_optimizer(one["optimizer"]))
@@ -180,11 +175,7 @@ def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
 
 def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     options = dict(value) if isinstance(value, dict) else {"scheduler": value}
-    for key in options:
-        if key not in SCHEDULER_KEYS:
-            raise ConfigError(
-                f"lr_scheduler has key {key!r}{nearest(key, SCHEDULER_KEYS)} (known: {', '.join(SCHEDULER_KEYS)})"
-            )
+    check_names("lr_scheduler has key", options, SCHEDULER_KEYS)
     scheduler = options.get("scheduler")
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):

@@ -13,7 +13,7 @@ from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.joining import join_loggers, kept_of, log_hyperparams
-from fabricamp.engine.log_axis import LogAxis
+from fabricamp.engine.log_axis import deliver
 from fabricamp.engine.loop import FitLoop
 from fabricamp.engine.notices import Notices
 from fabricamp.engine.optimizer_setup import (
@@ -145,7 +145,7 @@ class Session:
         metrics = None if self.settings.barebones else self.metrics
         self.attachment = attach(self.module, self.source, self.trainer, metrics, fits=fits)
         self.strategy.attach(self)
-        self.metrics.sinks.append(LogAxis(self.trainer.state, self.delivery).deliver)
+        self.metrics.sinks.append(partial(deliver, self.trainer.state, self.delivery))
 
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:

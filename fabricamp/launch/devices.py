@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError, meant, nearest
 
 if TYPE_CHECKING:
@@ -25,13 +26,9 @@ def resolve_devices(
     On the CPU the numbers only count the processes.  ``environment``: who started this process decides what "auto" means.
     GPUs are counted without initialising CUDA, so that the process can still be forked afterwards.
     """
-    if accelerator not in ACCELERATORS:
-        if cure := meant("accelerator", accelerator):
-            raise ConfigError(f"accelerator={accelerator!r} is not known{cure}")
-        known = ", ".join(repr(name) for name in ACCELERATORS)
-        raise ConfigError(
-            f"accelerator={accelerator!r} is not known{nearest(accelerator, ACCELERATORS)} (allowed: {known})"
-        )
+    if accelerator not in ACCELERATORS and (cure := meant("accelerator", accelerator)):
+        raise ConfigError(f"accelerator={accelerator!r} is not known{cure}")
+    check_choice("accelerator", accelerator, ACCELERATORS)
     available = 0 if accelerator == "cpu" else torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not available:
         raise ConfigError(

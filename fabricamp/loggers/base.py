@@ -30,6 +30,8 @@ class Logger(NamesKeywords):
     save_dir: str | None = None
     """The folder that all runs are in, where the logger writes files."""
 
+    _prefix = ""
+
     @property
     def log_dir(self) -> str | None:
         """The folder of this run, where the logger writes files."""
@@ -61,6 +63,10 @@ class Logger(NamesKeywords):
 
     def begin(self) -> None:
         """Called once before the first step of a fit, on rank 0: for what may take long, such as a server's answer."""
+
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The values by their names here, behind the logger's ``prefix``."""
+        return {f"{self._prefix}-{name}": value for name, value in metrics.items()} if self._prefix else dict(metrics)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0."""

@@ -172,9 +172,7 @@ class MLFlowLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """A point for each metric.  Of names, characters are left out that MLflow does not allow."""
         if metrics and writes():
-            values = {
-                _allowed(f"{self._prefix}-{name}" if self._prefix else name): float(metrics[name]) for name in metrics
-            }
+            values = {_allowed(name): float(value) for name, value in self._named(metrics).items()}
             self._put(_Item(step, int(time.time() * 1000), metrics=values))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:

@@ -119,9 +119,6 @@ class RunFolderLogger(Logger):
         self._hyperparameters |= added
         self._write_hyperparameters()
 
-    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {f"{self._prefix}-{name}": value for name, value in metrics.items()} if self._prefix else dict(metrics)
-
     def _write_hyperparameters(self) -> None:
         yaml: Any = importlib.import_module("yaml")
         self.folder.mkdir(parents=True, exist_ok=True)

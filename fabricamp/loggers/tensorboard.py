@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.errors import ConfigError, advice
+from fabricamp.arguments.checks import check_names
+from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
 from fabricamp.rng import isolate_rng
@@ -61,11 +62,7 @@ class TensorBoardLogger(RunFolderLogger):
         **options: Any,
     ) -> None:
         options = {name: value for name, value in options.items() if (name, value) != _ASKS_FOR_NOTHING}
-        for option in options:
-            if option not in _OPTIONS:
-                raise ConfigError(
-                    f"TensorBoardLogger has no option {option!r}{advice('TensorBoardLogger', option, (*_OWN, *_OPTIONS))}"
-                )
+        check_names("TensorBoardLogger has no option", options, (*_OWN, *_OPTIONS), where="TensorBoardLogger")
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._log_graph = log_graph

@@ -13,8 +13,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError, advice
+from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import edges_of, showable, writes
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
-
-__all__ = ["WandbLogger"]
 
 _AXIS = "trainer/global_step"
 _OWN = (
@@ -86,11 +85,7 @@ class WandbLogger(Logger):
                 "logger.experiment.log_artifact(trainer.checkpoint_callback.best_model_path, type='model')"
             )
         known = inspect.signature(_package().init).parameters
-        for option in kwargs:
-            if option not in known:
-                raise ConfigError(
-                    f"WandbLogger has no option {option!r}{advice('WandbLogger', option, (*_OWN, *known))}"
-                )
+        check_names("WandbLogger has no option", kwargs, (*_OWN, *known), where="WandbLogger")
         self._folder = Path(save_dir or dir or os.environ.get("WANDB_DIR") or ".").expanduser().absolute()
         project = project or os.environ.get("WANDB_PROJECT") or "fabricamp_logs"
         self._options = {"name": name, "project": project, "dir": str(self._folder), "resume": "allow"}
@@ -159,7 +154,7 @@ class WandbLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
-        self._log({f"{self._prefix}-{name}" if self._prefix else name: value for name, value in metrics.items()}, step)
+        self._log(self._named(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Puts the hyper-parameters into the run's ``config``; none where the environment decides one that is no string.

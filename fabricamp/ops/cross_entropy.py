@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.arguments.checks import check_choice
+from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import Kernel, c_type, kernel, runs_kernels
 from fabricamp.ops.dispatch import chosen, is_batch, recorded, torch_alone
 
@@ -82,10 +83,7 @@ def fused_cross_entropy(
 
 def check_rule(rule: CrossEntropyRule) -> None:
     """Raises ConfigError where no loss can be made by ``rule``."""
-    if rule.reduction not in _REDUCTIONS:
-        raise ConfigError(
-            f"reduction={rule.reduction!r} is not one of {', '.join(_REDUCTIONS)}{nearest(rule.reduction, _REDUCTIONS)}"
-        )
+    check_choice("reduction", rule.reduction, _REDUCTIONS)
     if not 0 <= rule.label_smoothing <= 1:
         raise ConfigError(f"label_smoothing={rule.label_smoothing} is a share of the target: give a number from 0 to 1")
     if not 0 <= rule.z_loss < math.inf:

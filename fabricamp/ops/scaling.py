@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ _NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
 _Struct = structure("finish.cu", "Rule")
 
 
+@dataclass(kw_only=True, eq=False)
 class ScaleRule:
     """How windows end: how the scale moves, and where their verdicts go.
 
@@ -28,39 +30,28 @@ class ScaleRule:
     ``mirror``, which is like it but may be pinned host memory: who has waited for the launch can read it without a copy.
     """
 
-    def __init__(
-        self,
-        *,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        minimum: float,
-        maximum: float,
-        hysteresis: int,
-        sticky: bool = False,
-        ring: Tensor | None = None,
-        mirror: Tensor | None = None,
-    ) -> None:
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.minimum = minimum
-        self.maximum = maximum
-        self.hysteresis = hysteresis
-        self.sticky = sticky
-        self.ring = ring
-        self.mirror = mirror
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    minimum: float
+    maximum: float
+    hysteresis: int
+    sticky: bool = False
+    ring: Tensor | None = None
+    mirror: Tensor | None = None
+
+    def __post_init__(self) -> None:
         self.struct = _Struct(
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            minimum=minimum,
-            maximum=maximum,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            sticky=sticky,
-            slots=0 if ring is None else len(ring),
-            ring=None if ring is None else ring.data_ptr(),
-            mirror=None if mirror is None else mirror.data_ptr(),
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+            sticky=self.sticky,
+            slots=0 if self.ring is None else len(self.ring),
+            ring=None if self.ring is None else self.ring.data_ptr(),
+            mirror=None if self.mirror is None else self.mirror.data_ptr(),
         )
 
 
@@ -89,26 +80,11 @@ def finish(
     """
     device = statistics.device
     if runs_kernels(device):
-        run = kernel("finish", "finish", (), device)
         limit = -1.0 if max_norm is None else float(max_norm)
         rule = _NO_RULE if closing is None else closing.struct
-        closes = int(closing is not None)
-        count = statistics.numel()
-        run(
-            1,
-            1024,
-            state.words,
-            statistics,
-            count,
-            scale,
-            float(divisor),
-            limit,
-            origin,
-            int(sticky),
-            rule,
-            loss,
-            closes,
-        )
+        step = statistics, statistics.numel(), scale, float(divisor), limit, origin, int(sticky)
+        launch = kernel("finish", "finish", (), device)
+        launch(1, 1024, state.words, *step, rule, loss, int(closing is not None))
         return
     _finish_reference(state, statistics, scale, divisor, max_norm, origin, sticky=sticky)
     if closing is not None:

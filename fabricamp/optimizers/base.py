@@ -21,7 +21,7 @@ from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import UnsupportedError
-from fabricamp.optimizers.rows import LAST, Known, Part, zero_gradients
+from fabricamp.optimizers.rows import LAST, Known, Part, set_scalars, zero_gradients
 from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.optimizers.watched_state import ParameterState, WatchedState, watched
 
@@ -131,7 +131,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             self._watch()
         for part in parts:
             self._refresh(part, gradients, trust=explicit == self._explicit)
-        self._set_scalars(parts)
+        set_scalars(parts, self._rule, self.param_groups)
         self._explicit = explicit
 
     def upload(self) -> bool:
@@ -145,15 +145,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             return False
         if self.state is not state or state.changes.count != self._changes:
             return False
-        self._set_scalars(parts)
+        set_scalars(parts, self._rule, self.param_groups)
         return True
-
-    def _set_scalars(self, parts: Sequence[Part]) -> None:
-        rules: list[Any] | None = None
-        for part in parts:
-            if part.table is not None:
-                rules = rules or [self._rule(group).scalars() for group in self.param_groups]
-                part.table.set_scalars(rules)
 
     def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
         gradients = part.take(every)

@@ -19,7 +19,7 @@ from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
-from fabricamp.optimizers.rows import Known, Part
+from fabricamp.optimizers.rows import Known, Part, set_scalars
 
 
 class LARC(NamesKeywords, Optimizer):
@@ -122,10 +122,7 @@ class LARC(NamesKeywords, Optimizer):
         """Brings what has changed (lr and its like) to the device before a replay; returns whether that is all that has."""
         if self._parts is None or not isinstance(self.optim, FusedOptimizer):
             return False
-        rules = [self._rule(group).scalars() for group in self.param_groups]
-        for part in self._parts:
-            if part.table is not None:
-                part.table.set_scalars(rules)
+        set_scalars(self._parts, self._rule, self.param_groups)
         with self._without_weight_decay():
             return self.optim.upload()
 
@@ -138,15 +135,13 @@ class LARC(NamesKeywords, Optimizer):
             refuse_unreadable(self, parameters, "parameter")
             self._parts = self._build(parameters)
             self._known = Known(parameters, self._parts, None, None)
-        rules = [self._rule(group).scalars() for group in self.param_groups]
         for part in self._parts:
             try:
                 part.refresh(part.take(gradients), trust=True)
             except (RuntimeError, ValueError):  # a sparse one has no address, a wrapper has 0
                 refuse_unreadable(self, gradients, "gradient")
                 raise
-            if part.table is not None:
-                part.table.set_scalars(rules)
+        set_scalars(self._parts, self._rule, self.param_groups)
         return gradients
 
     def _build(self, parameters: list[Tensor]) -> list[Part]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from fabricamp import ops
-from fabricamp.ops import Rows
+from fabricamp.ops import Rows, Rule
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.layouts import addresses
 from fabricamp.ops.shards import local
@@ -206,3 +206,14 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
         else:
             for gradient in gradients:
                 gradient.zero_()
+
+
+def set_scalars(
+    parts: Sequence[Part], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Brings the numbers of the ``groups``' rules to every device that has a table."""
+    rules: list[Any] | None = None
+    for part in parts:
+        if part.table is not None:
+            rules = rules or [rule(group).scalars() for group in groups]
+            part.table.set_scalars(rules)

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-from fabricamp.tuner.tuning import Tuner as Tuner
+from fabricamp.tuner.tuning import Tuner
+
+__all__ = ["Tuner"]

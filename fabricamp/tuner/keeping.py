@@ -16,8 +16,6 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_MISSING = object()
-
 
 @contextlib.contextmanager
 def module_kept(module: nn.Module) -> Iterator[None]:

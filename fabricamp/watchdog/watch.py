@@ -253,10 +253,9 @@ class Watchdog:
 
     def _listen(self, store: Store, now: float, *, complete: bool) -> None:
         """Reads how the others are; with ``complete``, after all the patience, ends the run if they stand still too."""
-        keys = [_pulse_key(rank) for rank in range(self._strategy.world_size)]
-        if not store.check(keys):
+        pulses = self._pulses(store)
+        if not pulses:
             return
-        pulses = [Pulse.decode(text) for text in store.multi_get(keys)]
         for pulse in pulses:
             if self._heard.get(pulse.rank, (-1, now))[0] != pulse.beat:
                 self._heard[pulse.rank] = (pulse.beat, now)

@@ -68,7 +68,7 @@ def test_each_task_may_see_only_its_own_gpu(gpus):
     ("there", "accelerator", "devices", "message"),
     [
         (0, "gpuu", "auto", "did you mean 'gpu'"),
-        (0, "gqv", "auto", "allowed: 'auto', 'cpu', 'gpu', 'cuda'"),
+        (0, "gqv", "auto", "known: 'auto', 'cpu', 'gpu', 'cuda'"),
         (0, "tpu", "auto", "TPUs are not offered: write 'cpu', 'gpu' or 'auto'"),
         (0, "gpu", 1, "sees none here"),
         (0, "cpu", 0, "1 or more"),

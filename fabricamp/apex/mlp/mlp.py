@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.arguments.checks import check_choice
 
 _ACTIVATIONS: Final = ("none", "relu", "sigmoid")
 
@@ -51,9 +51,7 @@ class MLP(nn.Module):
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            known = ", ".join(map(repr, _ACTIVATIONS))
-            raise ConfigError(f"MLP got activation={activation!r}{nearest(activation, _ACTIVATIONS)} (known: {known})")
+        check_choice("MLP activation", activation, _ACTIVATIONS)
         self.mlp_sizes = mlp_sizes
         self.num_layers = len(mlp_sizes) - 1
         self.bias = 1 if bias else 0
