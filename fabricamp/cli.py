@@ -193,7 +193,7 @@ def _add_plot(commands: Any) -> None:
 
 
 def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
-    from fabricamp.bench import bench
+    from fabricamp.commands.bench import bench
 
     for line in bench(options.config, [*options.overrides, *unknown], steps=options.steps, out=options.out):
         print(line)
@@ -330,7 +330,7 @@ def _save_predictions(path: Path, predictions: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from fabricamp.doctor import examine, measure, show
+    from fabricamp.commands.doctor import examine, measure, show
 
     checks = [*(measure() if options.measure else []), *examine()]
     show(checks)

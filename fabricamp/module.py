@@ -13,9 +13,9 @@ from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.arguments import MODULE, build
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.attachment import DETACHED, Attachment
+from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.exporting import ExportMixin
 from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.precision.base import Clip

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricamp import doctor
 from fabricamp.cli import main
-from fabricamp.doctor import Check, check_cuda, check_cupy, check_kernels, check_links, check_torch, examine, show
+from fabricamp.commands import doctor
+from fabricamp.commands.doctor import (
+    Check,
+    check_cuda,
+    check_cupy,
+    check_kernels,
+    check_links,
+    check_torch,
+    examine,
+    show,
+)
 from fabricamp.ops import bridge
 from tests.kernels.nvrtc import compile_for
 

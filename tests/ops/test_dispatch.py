@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from fabricamp import doctor, ops
+from fabricamp import ops
 from fabricamp.cli import main
+from fabricamp.commands import doctor
 from fabricamp.errors import ConfigError
 from fabricamp.ops import bridge, dispatch, measure
 
