@@ -18,7 +18,7 @@ from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSumma
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
-from fabricamp.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from fabricamp.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from fabricamp.state import RunState
 from fabricamp.strategies import Strategy
 from fabricamp.tuner import Tuner
@@ -52,6 +52,7 @@ HOLDS = {
     "loggers.logger.Logger": Logger,
     "loggers.mlflow.MLFlowLogger": MLFlowLogger,
     "loggers.tensorboard.TensorBoardLogger": TensorBoardLogger,
+    "loggers.comet.CometLogger": CometLogger,
     "loggers.wandb.WandbLogger": WandbLogger,
     "profilers.base.PassThroughProfiler": profilers.PassThroughProfiler,
     "profilers.profiler.Profiler": profilers.Profiler,
@@ -124,8 +125,8 @@ def test_parts_are_attributes_of_a_fresh_package():
         ("import fabricamp.serve", "torch.export"),
         ("from fabricamp.profilers import AdvancedProfiler", "cProfile"),
         ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
-        ("from fabricamp.loggers import CometLogger", "write a Logger"),
-        ("from fabricamp.loggers.comet import CometLogger", "write a Logger"),
+        ("from fabricamp.loggers import NeptuneLogger", "write a Logger"),
+        ("from fabricamp.loggers.neptune import NeptuneLogger", "write a Logger"),
         ("from fabricamp.callbacks import SpikeDetection", "nan_policy"),
         ("from fabricamp.callbacks.spike import SpikeDetection", "nan_policy"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),

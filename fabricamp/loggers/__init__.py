@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 from fabricamp.loggers.base import Logger
+from fabricamp.loggers.comet import CometLogger
 from fabricamp.loggers.csv import CSVLogger
 from fabricamp.loggers.json_lines import JSONLinesLogger
 from fabricamp.loggers.mlflow import MLFlowLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.loggers.wandb import WandbLogger
 
-__all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["CSVLogger", "CometLogger", "JSONLinesLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 
 def __getattr__(name: str) -> NoReturn:

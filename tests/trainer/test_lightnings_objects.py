@@ -19,7 +19,7 @@ EarlyStoppingOfTheirs = lightnings("EarlyStopping", "callbacks.early_stopping", 
 DerivedOfTheirs = type("Derived", (EarlyStoppingOfTheirs,), {})
 PruningOfTheirs = lightnings("ModelPruning", "callbacks.pruning", CallbackOfTheirs)
 LoggerOfTheirs = lightnings("Logger", "loggers.logger")
-CometOfTheirs = lightnings("CometLogger", "loggers.comet", LoggerOfTheirs)
+NeptuneOfTheirs = lightnings("NeptuneLogger", "loggers.neptune", LoggerOfTheirs)
 DDPOfTheirs = lightnings("DDPStrategy", "strategies.ddp")
 
 
@@ -30,7 +30,7 @@ DDPOfTheirs = lightnings("DDPStrategy", "strategies.ddp")
          "EarlyStopping is Lightning's; change the import: from fabricamp.callbacks import EarlyStopping"),
         (lambda: quiet_trainer(callbacks=PruningOfTheirs()), "not offered by fabricamp: call torch.nn.utils.prune"),
         (lambda: quiet_trainer(callbacks=DerivedOfTheirs()), "derives from Lightning's EarlyStopping; change the import"),
-        (lambda: quiet_trainer(logger=CometOfTheirs()), "CometLogger is not offered"),
+        (lambda: quiet_trainer(logger=NeptuneOfTheirs()), "NeptuneLogger is not offered"),
         (lambda: quiet_trainer(strategy=DDPOfTheirs()), "from fabricamp.strategies import DDPStrategy"),
     ],
 )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Writes what is logged to Comet."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fabricamp.checkpoint import plain
+from fabricamp.errors import ConfigError, advice
+from fabricamp.loggers.base import Logger
+from fabricamp.loggers.dummy import Silent
+from fabricamp.loggers.outbox import Outbox
+from fabricamp.loggers.run_folder import flattened, writes
+from fabricamp.say_once import say_once
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["CometLogger"]
+
+LAST_SECONDS = 30.0
+"""How long the end of a fit waits for what is not sent yet."""
+
+_OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
+_QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
+"""The package's own looks into torch and at the output: each would cost steps, or take part in the progress bar."""
+
+
+class _Item(NamedTuple):
+    """A call of the experiment, and the step whose values it is of, where it is of some."""
+
+    call: Callable[[Any], object]
+    step: int | None = None
+
+
+class CometLogger(Logger):
+    """Logs to an experiment of Comet, which a thread of this logger's own opens and writes to: no step waits for the server.
+
+    A server that cannot be reached costs the values and a warning, not the run; ``online=False`` needs none and leaves an archive
+    for ``comet upload``, written when the experiment ends.  A run that goes on from a checkpoint goes on in its experiment, unless
+    ``experiment_key`` is given; values behind the checkpoint stand there twice.  The experiment stays open behind ``fit``, and
+    ends with the process.  Needs ``pip install "fabricamp[comet]"``.
+
+    Args:
+        api_key: the key; None is what the package finds in the environment or its configuration.
+        workspace: the workspace; None is the default one.
+        project: the project; None is Comet's default.
+        experiment_key: the experiment to go on in, or to begin; None makes a new one.
+        mode: "get", "create" or "get_or_create", as ``comet_ml.start`` has it.
+        online: False writes an archive; None is what the package's configuration says.
+        prefix: stands before each metric's name.
+        **kwargs: options of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
+
+    Raises:
+        ConfigError: the package is not installed, there is no API key, or ``ExperimentConfig`` has no such option.
+
+    Example:
+        >>> logger = CometLogger(project="digits", online=False)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: Literal["get_or_create", "get", "create"] | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        package = _package()
+        known = inspect.signature(package.ExperimentConfig).parameters
+        for option in kwargs:
+            if option not in known:
+                raise ConfigError(
+                    f"CometLogger has no option {option!r}{advice('CometLogger', option, (*_OWN, *known))}"
+                )
+        settings = package.get_config()
+        online = settings["comet.start.online"] if online is None else online
+        if online is not False and not (api_key or settings["comet.api_key"]):
+            raise ConfigError(
+                "CometLogger has no API key: set COMET_API_KEY, give api_key=..., or online=False, which needs none"
+            )
+        self._given = experiment_key or settings["comet.experiment_key"]
+        self._key = self._given
+        self._goes_on = False
+        self._where = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
+        self._where["mode"] = mode or "get_or_create"
+        self._config = {**_QUIET, **kwargs}
+        self.save_dir = kwargs.get("offline_directory") if online is False else None
+        self.name = project or settings["comet.project_name"]
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._experiment: Any = None
+        self._clear()
+
+    # -- the experiment ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def experiment(self) -> Any:
+        """The package's experiment, for what has no method here; does nothing on ranks other than 0.  Opens it, and waits."""
+        if not writes():
+            return Silent()
+        self._outbox.wait()
+        return self._opened()
+
+    @property
+    def version(self) -> str | None:
+        """The key of the experiment; None until a run or the first use decides it."""
+        return self._key
+
+    def identity(self) -> str:
+        """The experiment's key; it is not open yet, for a checkpoint may name another."""
+        self._key = self._key or _package().generate_guid()
+        return self._key
+
+    def join(self, identity: str) -> None:
+        """Takes rank 0's key."""
+        self._key = identity
+
+    def state_dict(self) -> dict[str, Any]:
+        """The experiment's key."""
+        return {"experiment_key": self._key}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on in that experiment, where no key was given and none is open yet."""
+        key = state_dict.get("experiment_key")
+        if key and not self._given and self._experiment is None:
+            self._goes_on = True
+            self._key = key
+
+    # -- what is logged ----------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Lets the thread open the experiment."""
+        self._put(_Item(lambda _: None))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point for each metric, by step and epoch."""
+        values = {f"{self._prefix}{name}": float(value) for name, value in metrics.items() if name != "epoch"}
+        epoch = int(metrics["epoch"]) if "epoch" in metrics else None
+        if values:
+            self._put(_Item(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Nested ones as ``outer/inner``; none where the environment decides a number or a flag among them: others would see it."""
+        if self.private:
+            say_once(
+                "CometLogger sends no hyper-parameters: a number or a flag among them comes from the environment, and Comet shows "
+                "it to others"
+            )
+            return
+        values = flattened(plain(params))
+        self._put(_Item(lambda experiment: experiment.log_parameters(values)))
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """The module as it is printed."""
+        if not self._goes_on:
+            text = str(model)
+            self._put(_Item(lambda experiment: experiment.set_model_graph(text)))
+
+    def barrier(self, step: int) -> None:
+        """Returns once the package has everything that was given so far, on disk or on the server."""
+        self._outbox.wait()
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def close(self) -> None:
+        """Waits up to 30 seconds for what is not sent; ends the experiment in a process that was started for this fit only."""
+        self._outbox.close(LAST_SECONDS)
+        self._tell()
+        if self._experiment is not None and multiprocessing.parent_process() is not None:
+            self._experiment.end()
+            self._experiment = None
+        self._clear()
+
+    # -- the thread's side -------------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Any:
+        with self._lock:
+            if self._experiment is None:
+                package = _package()
+                config = package.ExperimentConfig(**self._config)
+                self._experiment = package.start(
+                    experiment_key=self.identity(), experiment_config=config, **self._where
+                )
+            return self._experiment
+
+    def _send(self, items: Sequence[_Item]) -> None:
+        experiment = self._opened()
+        if not experiment.alive:
+            raise ConnectionError("Comet's server cannot be reached, or refuses the experiment")
+        for one in items:
+            one.call(experiment)
+
+    def _put(self, item: _Item) -> None:
+        if not writes():
+            return
+        if self._process != os.getpid():  # forked: neither the thread nor those of the experiment came along
+            self._experiment = None
+            self._clear()
+        self._outbox.put(item)
+        self._tell()
+
+    def _tell(self) -> None:
+        for reason, items in self._outbox.failures():
+            self.trouble.tell(reason)
+            steps = [one.step for one in items if isinstance(one, _Item) and one.step is not None]
+            self.trouble.lose(len(steps), steps)
+
+    def _clear(self) -> None:
+        self._lock, self._outbox, self._process = threading.RLock(), Outbox(self._send), os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_lock", "_outbox", "_process")  # one of each a process
+        return {name: value for name, value in self.__dict__.items() if name not in own} | {"_experiment": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._clear()
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("comet_ml")
+    except ModuleNotFoundError as error:
+        raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
