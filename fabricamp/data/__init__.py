@@ -3,10 +3,12 @@
 from fabricamp.data.combined import CombinedLoader, combine
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
+from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.lengths import check_equal_lengths, check_limit, limit_batches, loader_length
 from fabricamp.data.loaders import draw_a_pass, release_workers, set_epoch, wire_loader
 from fabricamp.data.resident import ResidentLoader, is_resident
 from fabricamp.data.samplers import EvalSampler, TrainSampler
+from fabricamp.data.sharding import Sharded, look_for_doubles
 from fabricamp.data.transfer import move_to_device
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "DataModule",
     "EvalSampler",
     "Feed",
+    "LengthGroups",
     "ResidentLoader",
+    "Sharded",
     "TrainSampler",
     "check_equal_lengths",
     "check_limit",
@@ -23,6 +27,7 @@ __all__ = [
     "is_resident",
     "limit_batches",
     "loader_length",
+    "look_for_doubles",
     "move_to_device",
     "release_workers",
     "set_epoch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -47,12 +48,18 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Returns a DataModule whose loaders read these datasets, those to train on in shuffled order.
 
-        Where a list of datasets is given there is a list of loaders.  ``datamodule_kwargs`` are those of the class.
+        Where a list of datasets is given there is a list of loaders.  ``datamodule_kwargs`` are those of the class, which gets
+        ``batch_size`` and ``num_workers`` too where it takes them.  Workers stay from one epoch to the next.
 
         >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
         >>> len(data.train_dataloader())
         2
         """
+        accepted = inspect.signature(cls).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+        for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
+            if takes_any or name in accepted:
+                datamodule_kwargs.setdefault(name, value)
         data = cls(**datamodule_kwargs)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for kind, datasets in given.items():
@@ -141,4 +148,5 @@ def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) ->
     if isinstance(datasets, list | tuple):
         return [_loaders(one, shuffle, batch_size, num_workers) for one in datasets]
     shuffle = shuffle and not isinstance(datasets, IterableDataset)
-    return DataLoader(datasets, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return DataLoader(datasets, batch_size=batch_size, shuffle=shuffle, **options)

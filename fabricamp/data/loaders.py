@@ -9,10 +9,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from fabricamp.data.combined import CombinedLoader
+from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import DrawnOrder, SeededOrder
 from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import DrawingSampler, EvalSampler, SharingSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
+from fabricamp.data.sharding import Sharded
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 from fabricamp.say_once import say_once
@@ -59,16 +61,19 @@ def wire_loader(
             place, places = (rank, world_size) if distributed_sampler else (0, 1)
             sharing = _resident_sampler(loader, place, places, seed, train=train, shuffle=not overfit)
             return loader.shared_out(sharing, device)
-        if rank == 0:
+        shared = (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
+        if part := next((one for one in shared if isinstance(one, Sharded | LengthGroups)), None):
+            part.share_out(*((rank, world_size) if distributed_sampler else (0, 1)), train=train)
+        elif rank == 0:
             _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
         return loader
     place, places = (rank, world_size) if distributed_sampler else (0, 1)
     if train:
         order = _train_sampler(loader, sampler, place, places, seed, shuffle=not overfit, tags=per_sample_seed)
-        return _rebuilt(loader, order, rank)
+        return _rebuilt(loader, order, rank, device)
     if places == 1:
         return loader
-    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places), rank)
+    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places), rank, device)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -158,7 +163,9 @@ def _samples_ahead(loader: DataLoader[Any]) -> int:
     return (loader.batch_size or 1) * (1 + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
 
 
-def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank: int) -> DataLoader[Any]:
+def _rebuilt(
+    loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank: int, device: torch.device | None
+) -> DataLoader[Any]:
     batches = loader.batch_sampler
     batching: dict[str, Any] = {"batch_size": None}
     if isinstance(batches, BatchSampler):
@@ -174,7 +181,8 @@ def _rebuilt(loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank:
         sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
+        # A thread beside the workers does it: the copy to the GPU then waits for nothing.
+        pin_memory=loader.pin_memory or (loader.num_workers > 0 and device is not None and device.type == "cuda"),
         timeout=loader.timeout,
         worker_init_fn=init,
         multiprocessing_context=loader.multiprocessing_context,

@@ -17,6 +17,7 @@ from fabricamp.data import (
     is_resident,
     limit_batches,
     loader_length,
+    look_for_doubles,
     release_workers,
     wire_loader,
 )
@@ -203,6 +204,8 @@ class DataSource:
         self._feeds.append((loader, feed))
         if trains:
             self._train_feed = feed
+            if self._settings.use_distributed_sampler:
+                look_for_doubles(feed, loader, self._strategy)
         return feed
 
     def _ahead_of_steps(self, owner: Any, own: list[bool], ahead: int) -> int:

@@ -62,10 +62,12 @@ def test_loaders_of_datasets():
     assert ([*map(len, first)], [*map(len, second)]) == ([2, 1], [2])
     assert isinstance(first.sampler, SequentialSampler)
     assert len(list(data.test_dataloader())) == 2
+    assert not first.persistent_workers
+    assert DataModule.from_datasets(range(6), num_workers=2).train_dataloader().persistent_workers
     assert len(pickle.loads(pickle.dumps(data)).train_dataloader()) == 3
     with pytest.raises(ConfigError, match="does not define predict_dataloader"):
         data.predict_dataloader()
-    assert Numbers.from_datasets(train_dataset=Endless(), batch_size=1).hparams.batch_size == 2
+    assert Numbers.from_datasets(train_dataset=Endless(), batch_size=1).hparams.batch_size == 1  # as in Lightning
 
 
 class Kept(DataModule):

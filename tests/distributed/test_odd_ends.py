@@ -29,13 +29,14 @@ def _warm(tmp_path_factory):
 
 
 class Uneven(IterableDataset):
-    """Five batches of two for rank 1, eight for the others; no length."""
+    """Five batches of two for rank 1, eight for the others, each its own; no length."""
 
     def __init__(self, ranks_data):
         self.data = ranks_data
 
     def __iter__(self):
-        return iter([self.data[index] for index in range(10 if os.environ["RANK"] == "1" else 16)])
+        rank = int(os.environ["RANK"])
+        return iter([self.data[index - rank] for index in range(10 if rank == 1 else 16)])
 
 
 class Odd(Classifier):

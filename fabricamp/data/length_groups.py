@@ -1,0 +1,133 @@
+"""Batches of samples that are about as long as each other, so that little of a batch is padding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from fabricamp.errors import ConfigError
+
+
+class LengthGroups(Sampler[list[int]]):
+    """A batch sampler for samples of different lengths: ``DataLoader(dataset, batch_sampler=LengthGroups(lengths, ...))``.
+
+    Shuffled samples are sorted by length within groups of ``group`` batches, cut into batches, and these are shuffled.  The order
+    follows from (seed, epoch); the Trainer gives each rank its share, of as many batches, and a resumed run goes on in it.
+
+    Args:
+        lengths: how long each sample is.
+        batch_size: samples in a batch; or
+        max_tokens: what a batch has at most once it is padded: its samples times the longest.
+        group: how many batches are sorted together: more save padding, fewer shuffle better.
+        shuffle: False keeps samples of equal length, and batches, in order.
+        drop_last: leaves out a last batch of fewer than ``batch_size``.
+        seed: of the order.
+
+    Raises:
+        ConfigError: unless there is one of ``batch_size`` and ``max_tokens``; for a sample longer than ``max_tokens``.
+
+    Example:
+        >>> sorted(map(sorted, LengthGroups([3, 9, 4, 8], batch_size=2)))
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        group: int = 50,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.lengths = [int(one) for one in lengths]
+        self._check(batch_size, max_tokens, group)
+        self.batch_size = batch_size
+        self._max_tokens = max_tokens
+        self._group = group
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        self._epoch = 0
+        self.rank, self.num_replicas, self._even = 0, 1, False
+        self._planned: tuple[int, list[list[int]]] | None = None
+
+    def _check(self, batch_size: int | None, max_tokens: int | None, group: int) -> None:
+        given = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
+        for name, value in given.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"LengthGroups({name}={value!r}): give a whole number from 1")
+        if (batch_size is None) == (max_tokens is None):
+            raise ConfigError(
+                f"LengthGroups(batch_size={batch_size}, max_tokens={max_tokens}): give one of them, samples in a batch or what a "
+                "padded batch has at most"
+            )
+        if max_tokens is not None and self.lengths and max(self.lengths) > max_tokens:
+            place = self.lengths.index(max(self.lengths))
+            raise ConfigError(
+                f"LengthGroups: sample {place} is {self.lengths[place]} long, more than max_tokens={max_tokens}; leave it out, cut "
+                "it, or allow more"
+            )
+
+    def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
+        """Takes its place among the ranks; the Trainer calls it.  To ``train`` on, every rank has as many batches."""
+        self.rank, self.num_replicas, self._even = rank, world_size, train
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._own())
+
+    def _own(self) -> list[list[int]]:
+        """This rank's batches; where they do not come out even, the first ones of the epoch come once more."""
+        if self._planned is None or self._planned[0] != self._epoch:
+            self._planned = self._epoch, self._batches()
+        batches, ranks = self._planned[1], self.num_replicas
+        end = -(-len(batches) // ranks) * ranks if self._even else len(batches)
+        return list(itertools.islice(itertools.cycle(batches), self.rank, end, ranks))
+
+    def _batches(self) -> list[list[int]]:
+        count = len(self.lengths)
+        generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
+        order = _permuted(count, generator) if self._shuffle else list(range(count))
+        samples = self._group * (
+            self.batch_size or max(1, (self._max_tokens or 1) * count // max(sum(self.lengths), 1))
+        )
+        batches: list[list[int]] = []
+        for first in range(0, count, samples):
+            batches += self._cut(sorted(order[first : first + samples], key=self.lengths.__getitem__))
+        if self._drop_last and self.batch_size is not None:
+            batches = [one for one in batches if len(one) == self.batch_size]
+        if not self._shuffle:
+            return batches
+        return [batches[place] for place in _permuted(len(batches), generator)]
+
+    def _cut(self, samples: list[int]) -> Iterator[list[int]]:
+        """Cuts samples, shortest first, into batches."""
+        if self.batch_size is not None:
+            for first in range(0, len(samples), self.batch_size):
+                yield samples[first : first + self.batch_size]
+            return
+        batch: list[int] = []
+        for one in samples:
+            if batch and (len(batch) + 1) * self.lengths[one] > (self._max_tokens or 0):
+                yield batch
+                batch = []
+            batch.append(one)
+        if batch:
+            yield batch
+
+
+def _permuted(count: int, generator: torch.Generator) -> list[int]:
+    order: list[int] = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu").tolist()
+    return order
