@@ -212,7 +212,7 @@ def test_a_method_that_is_missing_is_named_before_anything_is_predicted(interval
             raise AssertionError("predicted")
 
     name = "write_on_epoch_end" if interval == "epoch" else "write_on_batch_end"
-    trainer = quiet_trainer(callbacks=[BasePredictionWriter(interval)])
+    trainer = quiet_trainer(max_epochs=1, callbacks=[BasePredictionWriter(interval)])
     with pytest.raises(ConfigError, match=rf"write_interval='{interval}'\) calls {name}, which it does not have"):
         trainer.predict(Silent(), DataLoader(SAMPLES, batch_size=4))
     with pytest.raises(ConfigError, match="write_on_batch_end, which it does not have"):
