@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -71,14 +72,39 @@ def test_it_works_where_it_is_installed(wheel, tmp_path):
     assert str(tmp_path / "site") in python("-c", code, env=environment, cwd=tmp_path)
 
 
-def test_importing_brings_nothing_heavy():
-    code = (
-        "import sys, torch; before = set(sys.modules); import fabricamp; fabricamp.Trainer; fabricamp.DDP; "
-        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
-    )
-    brought = set(python("-c", code).split())
+FRESH = """
+import json, sys
+import fabricamp as pl
+found = {"torch": "torch" in sys.modules}
+found["shown"] = {"callbacks", "loggers", "utilities", "Trainer", "LightningModule"} <= set(dir(pl))
+import torch
+before = set(sys.modules)
+pl.callbacks.ModelCheckpoint, pl.loggers.CSVLogger, pl.utilities.rank_zero_only, pl.strategies.DDP, pl.LightningModule
+import fabricamp.checkpoint, fabricamp.loggers.mlflow, fabricamp.loggers.wandb, fabricamp.metrics, fabricamp.precision
+pl.Trainer, pl.DDP, fabricamp.checkpoint.plain({"a": 1})
+found["brought"] = sorted(set(sys.modules) - before)
+sys.modules |= {"mlflow": None, "wandb": None}
+for kind in (fabricamp.loggers.mlflow.MLFlowLogger, fabricamp.loggers.wandb.WandbLogger):
+    try:
+        kind()
+    except (ModuleNotFoundError, ValueError) as error:
+        found[kind.__name__] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def test_importing_brings_nothing_heavy_and_missing_extras_are_named():
+    found = json.loads(python("-c", FRESH))
+    assert not found["torch"]
+    assert found["shown"]
+    assert "torch._dynamo" not in found["brought"]
     heavy = {"rich", "tensorboard", "omegaconf", "cupy", "torchmetrics", "sklearn", "scipy", "matplotlib", "yaml"}
-    assert not brought & heavy
+    heavy |= {"mlflow", "wandb"}
+    assert not {name.partition(".")[0] for name in found["brought"]} & heavy
+    assert found["MLFlowLogger"] == (
+        'ModuleNotFoundError: MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"'
+    )
+    assert 'pip install "fabricamp[wandb]"' in found["WandbLogger"]
 
 
 def test_the_license_is_the_whole_apache_license():

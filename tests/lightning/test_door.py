@@ -152,19 +152,15 @@ def test_what_cannot_be_run_is_said(tmp_path, command, code, words):
 
 
 SPAWNS = """
+    import multiprocessing
     import lightning.pytorch as pl
-    import torch
-    from torch.utils.data import DataLoader
 
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return pl.__name__
+    def name(_):
+        return pl.__name__
 
     if __name__ == "__main__":
-        print([name for batch in DataLoader(Data(), num_workers=1, multiprocessing_context="spawn") for name in batch])
+        with multiprocessing.get_context("spawn").Pool(1) as workers:  # a loader's workers are started so
+            print(workers.map(name, range(4)))
 """
 
 

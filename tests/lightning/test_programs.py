@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.run import HERE, NAMES, nearly, printed, recorded, source
+from tests.lightning.run import HERE, NAMES, STARTS_PROCESSES, nearly, printed, recorded, source
 
 MISSING = {}
 """Programs that wait for a feature, by what is missing."""
@@ -62,7 +62,9 @@ def differences(recording, given):
 def programs():
     for name in NAMES:
         reason = f"waits for {MISSING[name]}" if name in MISSING else None
-        yield pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ())
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        # test_door.py runs it as it is, in two processes too.
+        yield pytest.param(name, marks=[*marks, *[pytest.mark.slow] * (name in STARTS_PROCESSES)])
 
 
 @pytest.mark.parametrize("name", programs())

@@ -7,8 +7,6 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -302,22 +300,3 @@ def test_beside_another_logger_and_under_lightnings_path(tmp_path):
     trainer.fit(Classifier(), loader(8, 4))
     assert trainer.log_dir == loggers[0].log_dir
     assert steps_of(tmp_path / "store", loggers[1].run_id, "loss") == [0, 1]
-
-
-def in_python(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True, env=os.environ
-    )
-
-
-def test_without_the_package_its_extra_is_named_and_importing_asks_for_nothing():
-    code = (
-        "import sys, fabricamp.loggers; assert 'mlflow' not in sys.modules; sys.modules['mlflow'] = None;"
-        "from fabricamp.loggers.mlflow import MLFlowLogger; MLFlowLogger()"
-    )
-    done = in_python(code)
-    assert done.returncode == 1
-    assert (
-        'ModuleNotFoundError: MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"'
-        in done.stderr
-    )

@@ -113,9 +113,11 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
     return differences(module, twin)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+PAIRS = [("sgd", 1, None), ("sgd", 4, 0.1), ("adamw", 1, 0.1), ("adamw", 4, None)]
+"""Each two of optimizer, accumulation and clipping together."""
+
+
+@pytest.mark.parametrize(("optimizer", "accumulate", "clip"), [*PAIRS, ("adam_fused", 1, None), ("adam_fused", 4, 0.1)])
 def test_single(optimizer, accumulate, clip):
     """The loader is a plain shuffled one: torch draws its order from the generator that dropout draws from."""
     assert both_loops("single", optimizer, accumulate, clip) == []
@@ -136,7 +138,7 @@ def place():
 @pytest.mark.parametrize(
     ("strategy", "combinations"),
     [
-        ("ddp", list(itertools.product(["sgd", "adamw"], [1, 4], [None, 0.1]))),
+        ("ddp", PAIRS),
         ("delayed_ddp", [("sgd", 1, None), ("adamw", 4, 0.1)]),
     ],
     ids=["ddp", "delayed_ddp"],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -166,14 +164,6 @@ def test_a_small_net_learns(level):
         close_window(precision, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
-
-
-def test_importing_brings_nothing_heavy():
-    code = (
-        "import torch, sys; before = set(sys.modules); import fabricamp.precision; print(*(set(sys.modules) - before))"
-    )
-    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not [name for name in names if name.split(".")[0] in {"rich", "torchmetrics", "cupy", "omegaconf"}]
 
 
 def test_the_face_of_a_precision_is_small():
