@@ -9,6 +9,7 @@ start no processes.
 
 import argparse
 import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def module_of(file):
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def imported(file):
     """The dotted names that a file imports: modules, and names from them."""
     names = set()

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import fabricamp
 from fabricamp import Trainer
 from fabricamp.cli import main
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 
 COMMAND = (sys.executable, "-m", "fabricamp")
 
@@ -68,11 +71,11 @@ def config(tmp_path, monkeypatch):
     sys.modules.pop("parts_of_command", None)
 
 
-def run(*words, command=COMMAND):
+def run(*words):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     return subprocess.run(
-        [*command, *words],
+        [*COMMAND, *words],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -227,10 +230,11 @@ def test_usage_errors_have_code_2(words, capfd):
 
 
 def test_a_bug_has_its_traceback_and_code_1():
-    done = run("fit", "config.yaml", "module.fail=bug")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "a bug in the step" in done.stderr
+    program = Path(fabricamp.__file__).with_name("__main__.py")
+    code, _, err = finish(start_forked(Path.cwd(), str(program), "fit", "config.yaml", "module.fail=bug"))
+    assert code == 1
+    assert "Traceback" in err
+    assert "a bug in the step" in err
     assert not list(Path.cwd().rglob("*.ckpt*"))
 
 
@@ -250,12 +254,13 @@ def test_two_processes_have_the_traceback_of_a_bug_once():
 
 
 def test_the_console_script_is_the_same_command():
-    """In two processes: tests/examples/test_readme.py."""
+    """In a new interpreter and in two processes: tests/examples/test_readme.py."""
     script = Path(sys.executable).with_name("fabricamp")
     if not script.exists():
         pytest.skip("fabricamp is not installed here, only importable")
-    done = run("fit", "config.yaml", command=[script])
-    assert done.returncode == 0, done.stderr
+    code, _, err = finish(start_forked(Path.cwd(), str(script), "fit", "config.yaml"))
+    assert code == 0, err
+    assert list(Path.cwd().rglob("version_0/config.yaml"))
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "bench"])
