@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, Trainer, TrainingModule
-from fabricamp.callbacks import EMA
+from fabricamp.callbacks import EMA, GradientMonitor
+from fabricamp.loggers import CSVLogger
 from fabricamp.optimizers import FusedAdam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -69,7 +70,7 @@ def batches():
     return DataLoader(dataset, batch_size=32, pin_memory=True)
 
 
-def fit(precision, optimizer, *callbacks):
+def fit(precision, optimizer, *callbacks, logger=False):
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
@@ -81,7 +82,7 @@ def fit(precision, optimizer, *callbacks):
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        logger=False,
+        logger=logger,
         callbacks=list(callbacks),
     )
     trainer.fit(Net(optimizer), batches())
@@ -112,6 +113,14 @@ def test_averages_of_the_weights_are_silent_too(precision, optimizer):
     average = EMA(0.9)
     assert fit(precision, optimizer, average, ErrorOnWait()).global_step == WARM + STEPS
     assert 0 < int(average._averages.count) <= WARM + STEPS
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("O0", "torch"), ("O1", "torch"), ("O2", "fused")], indirect=True)
+def test_norms_of_gradients_are_silent_too(precision, optimizer, tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="run")
+    callbacks = GradientMonitor(per_parameter=True), ErrorOnWait()
+    assert fit(precision, optimizer, *callbacks, logger=logger).global_step == WARM + STEPS
+    assert "grad_2.0_norm/net.0.weight" in (tmp_path / "run" / "metrics.csv").read_text()
 
 
 class SleepFirst(Callback):
