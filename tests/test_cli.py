@@ -133,6 +133,15 @@ def test_bench_shows_where_the_time_goes_and_leaves_nothing_but_the_picture(caps
     kinds = ", ".join(
         f"{{_target_: fabricamp.callbacks.{name}}}" for name in ("LearningRateMonitor", "ModelCheckpoint")
     )
+    kinds += ", {_target_: fabricamp.callbacks.EarlyStopping, monitor: val_loss, patience: 1}"
+    scheduler = "torch.optim.lr_scheduler.ReduceLROnPlateau(one)"
+    text = PARTS.replace(
+        "return torch.optim.SGD(self.parameters(), lr=self.lr)", "one = torch.optim.SGD(self.parameters())"
+    )
+    schedule = f"{{'optimizer': one, 'lr_scheduler': {{'scheduler': {scheduler}, 'monitor': 'val_loss'}}}}"
+    Path("parts_of_command.py").write_text(
+        text.replace("self.parameters())\n", f"self.parameters())\n        return {schedule}\n")
+    )
     assert main([*words, f"trainer.callbacks=[{kinds}]", "trainer.max_epochs=1", "ckpt_path=last"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"eager: \d+\.\d{3} ms a batch \(mean of \d+\)", lines[0])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.callbacks import ModelCheckpoint, ProgressBar
+from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.config import SaveConfig, build_parts, check_config, read_config
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import DummyLogger
@@ -26,7 +27,6 @@ _OVERRIDES: Final = (
     "trainer.min_epochs=null",
     "trainer.min_steps=null",
     "trainer.fast_dev_run=false",
-    "trainer.limit_val_batches=0",
     "trainer.num_sanity_val_steps=0",
     "trainer.logger=false",
     "trainer.profiler=null",
@@ -67,8 +67,8 @@ class StepProfiler(Profiler):
 def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | None = None) -> list[str]:
     """Returns the lines that say where the time of a batch goes, and draws them into a file where ``out`` says so.
 
-    Trains ``steps`` steps behind :data:`WARMUP` others, without validation, logs and checkpoints; on a GPU once more as a CUDA
-    graph.  Raises :class:`ConfigError` for a configuration that cannot be run so.
+    Trains ``steps`` steps behind :data:`WARMUP` others, without logs, checkpoints and what ends a training; on a GPU once
+    more as a CUDA graph.  Raises :class:`ConfigError` for a configuration that cannot be run so.
     """
     from fabricamp.runs.image import check_out, save_bars
 
@@ -96,7 +96,9 @@ def _measured(
     """Trains; returns the mean batch (None on other ranks than the first), and whether it ran on a GPU."""
     with tempfile.TemporaryDirectory(prefix="fabricamp-bench-") as folder:
         own = (f"trainer.max_steps={WARMUP + steps}", f"trainer.default_root_dir={folder}", *_OVERRIDES)
-        content = read_config(path, [*overrides, *own])
+        # Schedules may follow what a validation finds: one batch, which is not measured.
+        validates = (read_config(path, overrides).get("trainer") or {}).get("limit_val_batches") != 0
+        content = read_config(path, [*overrides, *own, f"trainer.limit_val_batches={int(validates)}"])
         check_config(content)
         trainer, module, data, _ = build_parts(content)
         if trainer._runner.launches:
@@ -107,7 +109,8 @@ def _measured(
         on_gpu = trainer.device_type == "cuda"
         profiler = StepProfiler(title, on_gpu=on_gpu, graph=graph)
         left_out = (ModelCheckpoint, ProgressBar, SaveConfig)
-        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, left_out)]
+        kept = (one for one in trainer.callbacks if not isinstance(one, left_out))
+        trainer.callbacks[:] = [one for one in kept if not decides_by_metrics(one)]
         trainer.loggers[:] = [DummyLogger()]
         trainer.profiler = profiler
         trainer.fit(module, datamodule=data)
