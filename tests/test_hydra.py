@@ -47,12 +47,12 @@ WandbLogger: {offline: true, tags: [a, b], config: {x: [1, 2]}, save_dir: out}
 """
 HOMES = [fabricamp, callbacks, loggers, strategies, profilers, data]
 BASES = {
-    "BaseFinetuning", "BasePredictionWriter", "Callback", "CombinedLoader", "DDPStrategy", "DataModule",
+    "BaseFinetuning", "BasePredictionWriter", "Callback", "CombinedLoader", "CometLogger", "DDPStrategy", "DataModule",
     "EarlyStoppingReason", "Environment", "EvalSampler", "Feed", "Gradients", "LightningDataModule",
-    "LightningModule", "Logger", "MLFlowLogger", "PassThroughProfiler", "ProcessGroupStrategy", "Profiler",
+    "LightningModule", "Logger", "MLFlowLogger", "OptunaPruning", "PassThroughProfiler", "ProcessGroupStrategy", "Profiler",
     "Strategy", "TrainSampler", "Trainer", "TrainingModule", "WeightAveraging",
 }  # fmt: skip
-"""Bases to derive from, what a run makes itself, what other tests here make, and one whose package takes seconds to import."""
+"""Bases to derive from, what a run makes itself or other tests here make, and what needs a package that is slow or missing."""
 
 
 PUBLIC = {name for one in HOMES for name in one.__all__ if isinstance(getattr(one, name, None), type)}
