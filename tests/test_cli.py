@@ -133,7 +133,7 @@ def test_bench_shows_where_the_time_goes_and_leaves_nothing_but_the_picture(caps
     kinds = ", ".join(
         f"{{_target_: fabricamp.callbacks.{name}}}" for name in ("LearningRateMonitor", "ModelCheckpoint")
     )
-    kinds += ", {_target_: fabricamp.callbacks.EarlyStopping, monitor: val_loss, patience: 1}"
+    kinds += ", {_target_: fabricamp.callbacks.EarlyStopping, monitor: val_loss, mode: max, patience: 1}"
     scheduler = "torch.optim.lr_scheduler.ReduceLROnPlateau(one)"
     text = PARTS.replace(
         "return torch.optim.SGD(self.parameters(), lr=self.lr)", "one = torch.optim.SGD(self.parameters())"
