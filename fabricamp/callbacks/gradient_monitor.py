@@ -8,7 +8,6 @@ import torch
 
 from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
-from fabricamp.callbacks.device_stats_monitor import is_due
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.norms import histogram_of, norms_of
 from fabricamp.loggers.base import Logger
@@ -67,7 +66,7 @@ class GradientMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Logs them in a step that is logged."""
-        if not is_due(trainer, trainer.global_step + 1):
+        if (trainer.global_step + 1) % trainer.log_every_n_steps:  # the same steps on every rank
             return
         own = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
         named = [(name, one.grad) for name, one in pl_module.named_parameters() if id(one) in own]

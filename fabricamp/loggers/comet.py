@@ -105,10 +105,7 @@ class CometLogger(Logger):
     @property
     def experiment(self) -> Any:
         """The package's experiment, for what has no method here; does nothing on ranks other than 0.  Opens it, and waits."""
-        if not writes():
-            return Silent()
-        self._outbox.wait()
-        return self._opened()
+        return self._opened() if writes() else Silent()
 
     @property
     def version(self) -> str | None:

@@ -144,6 +144,32 @@ def test_each_of_several_optimizers_has_its_own(tmp_path):
             assert values[total] == pytest.approx(squares**0.5, rel=1e-5)
 
 
+class Critic(TwoByHand):
+    """Steps its second optimizer twice a batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for number in (0, 1, 1):
+            optimizer = self.optimizers()[number]
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(x), y))
+            self.seen = self.net[2].weight.grad.norm()
+            optimizer.step()
+
+
+def test_the_last_of_several_steps_of_an_optimizer_is_logged(tmp_path):
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            norms.append(float(pl_module.seen))
+
+    norms = []
+    logger = CSVLogger(tmp_path, name="", version="run")
+    callbacks = [GradientMonitor(per_parameter=True), Sees()]
+    quiet_trainer(max_steps=2, log_every_n_steps=2, callbacks=callbacks, logger=logger).fit(Critic(), loader(32))
+    (row,) = csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines())
+    assert float(row["grad_2.0_norm/net.2.weight"]) == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_histograms_are_those_of_the_gradients(tmp_path):
     seen = {}
 
