@@ -10,6 +10,11 @@ DEMO_IS_IN := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
+# Checkpoints are flushed to the disk, milliseconds each time: the tests' folders are in memory where that takes 4 GB and programs.
+SHM_FREE := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 { print "yes" }')
+SHM_RUNS := $(shell grep -qs '^[^ ]* /dev/shm .*noexec' /proc/mounts || echo yes)
+IN_MEMORY := $(if $(and $(SHM_FREE),$(SHM_RUNS)),TMPDIR=/dev/shm)
+PYTEST := $(IN_MEMORY) $(BIN)/python -m pytest -o tmp_path_retention_count=1
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
@@ -50,9 +55,9 @@ demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came
 
 # What forks processes cannot share one with what uses a GPU.
 test: $(STAMP) ## the whole suite
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 --dist worksteal
 ifdef HAS_GPU
-	$(BIN)/python -m pytest -m "gpu or gpu2"
+	$(PYTEST) -m "gpu or gpu2"
 endif
 
 # BASE=main: what a branch has changed, commits too.  Ends by itself after a minute: `make test` has the rest.
@@ -62,7 +67,7 @@ quick: $(STAMP) layers ## within a minute: lint, layers, types of changed files,
 	@$(BIN)/ruff format -q --check
 	@sources=$$($(BIN)/python tests/changed_parts.py --base $(BASE) --sources); test -z "$$sources" || $(BIN)/mypy $$sources
 	@tests=$$($(BIN)/python tests/changed_parts.py --base $(BASE)); test -z "$$tests" || OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= \
-		$(BIN)/python -m pytest -q -n 2 --no-header -r fE --session-timeout=35 $$tests || \
+		$(PYTEST) -q -n 2 --no-header -r fE --session-timeout=35 $$tests || \
 		{ test $$? -eq 2 && echo "the time is up: make test has the rest"; }
 
 lint: $(STAMP) layers ## ruff, its formatter, codespell, and the import layers
