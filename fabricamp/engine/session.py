@@ -224,14 +224,24 @@ class Session:
             self._sanity_check()
         self.settings.begin_epoch(self.trainer.state.epoch)  # which a run that goes on knows only now
         self.data.renew()
-        length = self.data.num_training_batches
         if self.trainer.state.epoch and self.checkpoint is None:
             # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.
             draw_a_pass(self.data.train_loader)
+        parts = self._fit_parts()
+        update = open_update(parts, self)
+        self.moments.begin(parts.feed, update)
+        self.resumed = self.checkpoint is not None
+        self._restore(*POSITION)
+        self.checkpoint = None  # as large as the model
+        return profile_fit(self, FitLoop(parts, update))
+
+    def _fit_parts(self) -> FitParts:
+        """What the loop works with; the loader to train on is asked for before those to validate on."""
+        length = self.data.num_training_batches
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )
-        parts = FitParts(
+        return FitParts(
             module=self.module,
             state=self.trainer.state,
             strategy=self.strategy,
@@ -252,12 +262,6 @@ class Session:
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             renew=partial(renew, self),
         )
-        update = open_update(parts, self)
-        self.moments.begin(parts.feed, update)
-        self.resumed = self.checkpoint is not None
-        self._restore(*POSITION)
-        self.checkpoint = None  # as large as the model
-        return profile_fit(self, FitLoop(parts, update))
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""

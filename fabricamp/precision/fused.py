@@ -29,7 +29,7 @@ def flags_of(present: Tensor) -> list[Tensor]:
     return flags
 
 
-class FusedStep(NamedTuple):
+class StepNumbers(NamedTuple):
     """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
 
     ``shards``: the strategy, where each rank has a part of the gradients.
@@ -48,10 +48,24 @@ class FusedStep(NamedTuple):
     closing: ops.ScaleRule | None = None
     loss: Tensor | None = None
 
+    def finish(self, statistics: Tensor, max_norm: float | None) -> None:
+        """Writes what the statistics of all gradients mean for the step."""
+        ops.finish(
+            self.state,
+            statistics,
+            scale=self.scale,
+            divisor=self.divisor,
+            max_norm=max_norm,
+            origin=self.origin,
+            sticky=self.sticky,
+            closing=self.closing,
+            loss=self.loss,
+        )
+
 
 def step_fused(
     optimizer: FusedOptimizer,
-    how: FusedStep | None,
+    how: StepNumbers | None,
     clip: Clip | None,
     *,
     gradients: Sequence[Tensor | None] | None = None,
@@ -64,28 +78,24 @@ def step_fused(
         optimizer.steer(None)
         optimizer.step()
         return None
-    max_norm = clip.value if clip is not None and clip.algorithm == "norm" else None
-    limit = clip.value if clip is not None and clip.algorithm == "value" else None
+    max_norm, limit = limits(clip)
     if how.skips or max_norm is not None:
         statistics = optimizer.statistics(how.scale, how.divisor)
         if how.shards is not None:
             statistics = add_up(how.shards, statistics)
     else:
         statistics = how.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
-    ops.finish(
-        how.state,
-        statistics,
-        scale=how.scale,
-        divisor=how.divisor,
-        max_norm=max_norm,
-        origin=how.origin,
-        sticky=how.sticky,
-        closing=how.closing,
-        loss=how.loss,
-    )
+    how.finish(statistics, max_norm)
     optimizer.steer(how.state, limit=limit, skips=how.skips)
     optimizer.step()
     return statistics
+
+
+def limits(clip: Clip | None) -> tuple[float | None, float | None]:
+    """The largest norm, and the largest value, that ``clip`` allows."""
+    if clip is None:
+        return None, None
+    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
 
 
 def add_up(strategy: Strategy, statistics: Tensor) -> Tensor:

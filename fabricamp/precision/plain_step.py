@@ -11,7 +11,7 @@ from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.fused import FusedStep, flags_of, step_fused
+from fabricamp.precision.fused import StepNumbers, flags_of, step_fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ class Stepper:
                 device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
                 state = optimizer.own_state(device)
                 carried = gradients.carried(state.scale)
-                how = FusedStep(state, carried, gradients.divisor, skips=False, shards=self._shards)
+                how = StepNumbers(state, carried, gradients.divisor, skips=False, shards=self._shards)
             step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
             return
         if gradients is not IN_PLACE:

@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.blame import Blame, Looked
-from fabricamp.precision.fused import FusedStep, add_up, step_fused
+from fabricamp.precision.fused import StepNumbers, add_up, limits, step_fused
 from fabricamp.precision.gradients import Binding, pair, values_of
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.plain_step import Stepper, clip_gradients, demands_closure, write_gradients
@@ -209,11 +209,11 @@ class OptimizerStepper(Stepper):
         if gradients.weight is not None:
             scale = gradients.carried(scale)
         if scaler is None:
-            how = FusedStep(self._state, scale, divisor, skips=False, shards=self._shards)
+            how = StepNumbers(self._state, scale, divisor, skips=False, shards=self._shards)
         else:
             closing, loss = self._closing(None if optimizer.reads_scale else loss)
             origin, sticky = binding.blame.origin, scaler.sticky
-            how = FusedStep(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
+            how = StepNumbers(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
         statistics = step_fused(optimizer, how, clip, gradients=values, copies=binding.copies, flags=flags)
         binding.looked = None if statistics is None else Looked(statistics)
 
@@ -238,7 +238,7 @@ class OptimizerStepper(Stepper):
         pairs = [pair(gradient) for gradient in gathered]
         sources = binding.own([source for source, _ in pairs])
         destinations = binding.own([destination for _, destination in pairs])
-        max_norm, limit = _limits(clip)
+        max_norm, limit = limits(clip)
         scale, divisor = gradients.carried(self._scale), gradients.divisor
         if self._scaler is None and max_norm is None:
             constant = 1.0 / (self._static_scale * divisor)
@@ -273,17 +273,9 @@ class OptimizerStepper(Stepper):
         if self._shards is not None:
             statistics = add_up(self._shards, statistics)
         closing, loss = self._closing(loss)
-        ops.finish(
-            self._state,
-            statistics,
-            scale=scale,
-            divisor=divisor,
-            max_norm=max_norm,
-            origin=binding.blame.origin,
-            sticky=scaler is not None and scaler.sticky,
-            closing=closing,
-            loss=loss,
-        )
+        origin, sticky = binding.blame.origin, scaler is not None and scaler.sticky
+        how = StepNumbers(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
+        how.finish(statistics, max_norm)
         binding.looked = Looked(statistics, (targets, [source.numel() for source in sources]))
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
@@ -298,7 +290,7 @@ class OptimizerStepper(Stepper):
             return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
         values = binding.own([values_of(target.grad) for target in targets])
-        max_norm, limit = _limits(clip)
+        max_norm, limit = limits(clip)
         if self._scaler is None and max_norm is None:
             ops.scale(values, values, 1.0, limit)
             return binding.found_inf
@@ -340,13 +332,6 @@ class OptimizerStepper(Stepper):
         for optimizer, binding in self._bindings.items():
             binding.release()
             optimizer.__dict__.pop("zero_grad", None)
-
-
-def _limits(clip: Clip | None) -> tuple[float | None, float | None]:
-    """The largest norm, and the largest value, that ``clip`` allows."""
-    if clip is None:
-        return None, None
-    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
 
 
 def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:

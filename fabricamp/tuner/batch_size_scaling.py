@@ -18,6 +18,7 @@ from fabricamp.tuner.trials import evaluate, leaving_no_trace, train
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -25,22 +26,10 @@ if TYPE_CHECKING:
 _NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 
 
-def scale_batch_size(
-    trainer: Trainer,
-    module: TrainingModule,
-    source: GivenData,
-    *,
-    mode: str,
-    steps_per_trial: int,
-    init_val: int,
-    max_trials: int,
-    batch_arg_name: str,
-    margin: float,
-    max_val: int,
-) -> int:
+def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> int:
     """Runs the search; module, data and Trainer are what they were after it, the batch size too."""
-    holders = holders_of(batch_arg_name, module, source.datamodule)
-    _check(trainer, module, source, batch_arg_name, found=bool(holders))
+    holders = holders_of(options.batch_arg_name, module, source.datamodule)
+    _check(trainer, module, source, options.batch_arg_name, found=bool(holders))
     before = [one.value for one in holders]
     run = train if source.fn is TrainerFn.FITTING else evaluate
 
@@ -48,16 +37,16 @@ def scale_batch_size(
         for one in holders:
             one.value = size
         guard = _Guard()
-        run(trainer, module, source, steps_per_trial, within=guard)
+        run(trainer, module, source, options.steps_per_trial, within=guard)
         _free_memory(collect=not guard.fits)
         return guard.fits
 
     try:
         with leaving_no_trace(trainer, module):
-            search = _Search(fits, lambda: _num_samples(trainer), max_trials=max_trials, max_val=max_val)
-            size = search.doubled(init_val)
-            if mode == "binsearch":
-                size = max(1, int(search.halved() * (1 - margin)))
+            search = _Search(fits, lambda: _num_samples(trainer), options)
+            size = search.doubled(options.init_val)
+            if options.mode == "binsearch":
+                size = max(1, int(search.halved() * (1 - options.margin)))
     finally:
         for one, value in zip(holders, before, strict=True):
             one.value = value
@@ -67,13 +56,11 @@ def scale_batch_size(
 class _Search:
     """The largest size that ``fits``: doubled until one does not, or until all samples are in one batch."""
 
-    def __init__(
-        self, fits: Callable[[int], bool], num_samples: Callable[[], float], *, max_trials: int, max_val: int
-    ) -> None:
+    def __init__(self, fits: Callable[[int], bool], num_samples: Callable[[], float], options: BatchSizeFinder) -> None:
         self._fits = fits
         self._num_samples = num_samples
-        self._left = max_trials
-        self._most: float = max_val
+        self._left = options.max_trials
+        self._most: float = options.max_val
         self._low = 0
         self._high: int | None = None
 

@@ -58,17 +58,7 @@ def find_learning_rate(
             f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
             "rate there and make the optimizer with it, or give attr_name= its name, or update_attr=False"
         )
-    search = functools.partial(
-        lr_find,
-        module=module,
-        source=source,
-        min_lr=options.min_lr,
-        max_lr=options.max_lr,
-        num_training=options.num_training_steps,
-        mode=options.mode,
-        early_stop_threshold=options.early_stop_threshold,
-    )
-    finder = run(search)
+    finder = run(functools.partial(lr_find, options=options, module=module, source=source))
     options.optimal_lr, rate = finder, finder.suggestion()
     tried = finder.results["lr"]
     if rate is None:
@@ -87,18 +77,7 @@ def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Training
     """Looks for the size that ``options`` describe, notes what was found, and sets it where it is kept."""
     if _is_trial(trainer, "scale_batch_size"):
         return
-    size = scale_batch_size(
-        trainer,
-        module,
-        source,
-        mode=options.mode,
-        steps_per_trial=options.steps_per_trial,
-        init_val=options.init_val,
-        max_trials=options.max_trials,
-        batch_arg_name=options.batch_arg_name,
-        margin=options.margin,
-        max_val=options.max_val,
-    )
+    size = scale_batch_size(trainer, options, module, source)
     options.optimal_batch_size = size
     for holder in holders_of(options.batch_arg_name, module, source.datamodule):
         holder.value = size

@@ -16,6 +16,7 @@ from fabricamp.tuner.trials import leaving_no_trace, train
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
@@ -156,19 +157,9 @@ class _Sweep(Callback):
             self._best = smoothed
 
 
-def lr_find(
-    trainer: Trainer,
-    module: TrainingModule,
-    source: GivenData,
-    *,
-    min_lr: float,
-    max_lr: float,
-    num_training: int,
-    mode: str,
-    early_stop_threshold: float | None,
-) -> LRFinder:
+def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModule, source: GivenData) -> LRFinder:
     """Runs the search on this process, and the others of the job; the module is what it was after it."""
-    sweep = _Sweep(_rates(min_lr, max_lr, num_training, mode), early_stop_threshold)
+    sweep = _Sweep(_rates(options), options.early_stop_threshold)
 
     def prepare(session: Session) -> None:
         _check_optimizers(session)
@@ -176,15 +167,16 @@ def lr_find(
         sweep.groups = session.optimizers[0].param_groups
 
     with leaving_no_trace(trainer, module, sweep):
-        train(trainer, module, source, num_training, prepare=prepare, within=_until_not_finite)
-    finder = LRFinder(mode, min_lr, max_lr, num_training)
+        train(trainer, module, source, options.num_training_steps, prepare=prepare, within=_until_not_finite)
+    finder = LRFinder(options.mode, options.min_lr, options.max_lr, options.num_training_steps)
     finder.results = {"lr": sweep.rates[: len(sweep.losses)], "loss": sweep.losses}
     return finder
 
 
-def _rates(first: float, last: float, count: int, mode: str) -> list[float]:
+def _rates(options: LearningRateFinder) -> list[float]:
+    first, last, count = options.min_lr, options.max_lr, options.num_training_steps
     shares = [0.0, *((step + 1) / count for step in range(1, count))]
-    if mode == "linear":
+    if options.mode == "linear":
         return [first + share * (last - first) for share in shares]
     return [first * (last / first) ** share for share in shares]
 
