@@ -34,20 +34,21 @@ def wire_loader(
     overfit: float = 0,
     per_sample_seed: bool = False,
     device: torch.device | None = None,
+    in_batches: bool = False,
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
     Rebuilt is exactly torch's ``DataLoader`` with a plain Random- or SequentialSampler; its other options are kept.  One
     process draws the order that the loader's own sampler would; several share the one of ``DistributedSampler`` with ``seed``.
-    Evaluation on several ranks reads in order.  Any other loader is used as it is, which is said once where ranks could read
-    the same data.  With ``distributed_sampler`` False every rank reads the whole dataset; with ``overfit`` nothing is
-    shuffled, so that the first batches are the same in each epoch.  ``per_sample_seed`` seeds each sample that is trained
-    on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not rebuilt.  The data of a
-    :class:`ResidentLoader` come to ``device``.
+    Evaluation on several ranks reads in order, samples dealt out one by one, or ``in_batches``. Any other loader is used as it
+    is, which is said once where ranks could read the same data. With ``distributed_sampler`` False every rank reads the whole
+    dataset; with ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch. ``per_sample_seed``
+    seeds each sample that is trained on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not
+    rebuilt. The data of a :class:`ResidentLoader` come to ``device``.
     """
     if isinstance(loader, CombinedLoader):
         options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
-        options.update(per_sample_seed=per_sample_seed, device=device)
+        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches)
         wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
         return loader.map(wire)
     sampler = _plain_sampler(loader)
@@ -59,7 +60,9 @@ def wire_loader(
             )
         if isinstance(loader, ResidentLoader):
             place, places = (rank, world_size) if distributed_sampler else (0, 1)
-            sharing = _resident_sampler(loader, place, places, seed, train=train, shuffle=not overfit)
+            sharing = _resident_sampler(
+                loader, place, places, seed, train=train, shuffle=not overfit, in_batches=in_batches
+            )
             return loader.shared_out(sharing, device)
         shared = (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
         if part := next((one for one in shared if isinstance(one, Sharded | LengthGroups)), None):
@@ -73,7 +76,8 @@ def wire_loader(
         return _rebuilt(loader, order, rank, device)
     if places == 1:
         return loader
-    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places), rank, device)
+    block = (loader.batch_size or 1) if in_batches else 1
+    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places, block=block), rank, device)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -148,11 +152,11 @@ def _train_sampler(
 
 
 def _resident_sampler(
-    loader: ResidentLoader, rank: int, world_size: int, seed: int, *, train: bool, shuffle: bool
+    loader: ResidentLoader, rank: int, world_size: int, seed: int, *, train: bool, shuffle: bool, in_batches: bool
 ) -> TrainSampler | EvalSampler:
     size = loader.dataset_size
     if not train:
-        return EvalSampler(size, rank=rank, world_size=world_size)
+        return EvalSampler(size, rank=rank, world_size=world_size, block=loader.batch_size if in_batches else 1)
     seed = seed if loader.seed is None else loader.seed
     order = SeededOrder(size, shuffle=shuffle and loader.shuffle, seed=seed)
     return TrainSampler(order, rank=rank, world_size=world_size, earlier_seed=seed)

@@ -114,19 +114,23 @@ class SharingSampler(TrainSampler, DistributedSampler[Any]):
 
 
 class EvalSampler(Sampler[int]):
-    """This rank's share of an evaluation, in order: each sample is on one rank; one rank may get one less than another."""
+    """This rank's share of an evaluation, in order: each sample is on one rank.
 
-    def __init__(self, dataset_size: int, *, rank: int, world_size: int) -> None:
+    Samples are dealt out one by one, so that a rank may get one less than another; or in batches, ``block`` samples each, so that
+    batch 0 of every rank, then batch 1 and so on are in the order of the dataset.
+    """
+
+    def __init__(self, dataset_size: int, *, rank: int, world_size: int, block: int = 1) -> None:
         self.dataset_size = dataset_size
-        self._indices = range(rank, dataset_size, world_size)
+        starts = range(rank * block, dataset_size, world_size * block)
+        self._blocks = [range(start, min(start + block, dataset_size)) for start in starts] if block > 1 else [starts]
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return sum(map(len, self._blocks))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
+        return itertools.chain.from_iterable(self._blocks)
 
     def taken(self) -> Tensor:
         """All that an iteration gives, int64."""
-        share = self._indices
-        return torch.arange(share.start, max(share.stop, share.start), share.step, dtype=torch.int64, device="cpu")
+        return torch.tensor([*self], dtype=torch.int64, device="cpu")

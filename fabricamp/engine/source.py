@@ -158,16 +158,16 @@ class DataSource:
             if found is not None and name == "val" and self._settings.overfit_batches:
                 found = self._ask("train")
             label = "val_dataloaders" if name == "val" else "dataloaders"
-            loaders, self._collections[name] = self._wired_apart(found)
+            loaders, self._collections[name] = self._wired_apart(found, in_batches=name == "predict")
             lengths = [limit_batches(loader_length(one, label), limit, f"limit_{name}_batches") for one in loaders]
             self._evaluation[name] = loaders, lengths
         return self._evaluation[name]
 
-    def _wired_apart(self, found: Any) -> tuple[list[Any], Any]:
+    def _wired_apart(self, found: Any, *, in_batches: bool) -> tuple[list[Any], Any]:
         """Returns the loaders to evaluate on one by one, and the same in the collection that they came in."""
         if found is None or (isinstance(found, dict | list | tuple) and not found):  # no loaders, as in Lightning
             return [], None
-        wired = self._wire(combine(found, "sequential"), train=False)
+        wired = self._wire(combine(found, "sequential"), train=False, in_batches=in_batches)
         if not isinstance(wired, CombinedLoader):
             return [wired], wired
         return (wired.flattened if wired.mode == "sequential" else [wired]), wired.iterables
@@ -305,7 +305,7 @@ class DataSource:
             return None  # Lightning's base raises
         return own_loader(getattr(self._module, f"{name}_dataloader")())
 
-    def _wire(self, loader: Any, *, train: bool) -> Any:
+    def _wire(self, loader: Any, *, train: bool, in_batches: bool = False) -> Any:
         return wire_loader(
             loader,
             train=train,
@@ -316,4 +316,5 @@ class DataSource:
             overfit=self._settings.overfit_batches,
             per_sample_seed=train and self._settings.per_sample_seed,
             device=self._strategy.device,
+            in_batches=in_batches,
         )

@@ -53,7 +53,7 @@ def test_each_rank_writes_its_own_samples():
             assert indices == [one for _, one in batches]
             assert predictions == [[10 * index for index in batch] for batch in indices]
     dealt = [[indices for _, indices in notes[0][0]] for notes in ranks]
-    assert dealt == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert dealt == [[[0, 1], [4, 5]], [[2, 3], [6]]]
     in_order = [[indices for _, indices in notes[3][0]] for notes in ranks]
     assert in_order == [[[0, 1], [2, 3], [4, 5], [6]]] * 2
 
@@ -70,7 +70,7 @@ class Files(Notes):
 def test_processes_that_the_trainer_starts_write_theirs(tmp_path):
     trainer = quiet_trainer(strategy="ddp", devices=2, callbacks=[Files(tmp_path)])
     assert trainer.predict(Repeats(), DataLoader(SAMPLES, batch_size=2), return_predictions=False) is None
-    for rank, expected in enumerate([[[0, 2], [4, 6]], [[1, 3], [5]]]):
+    for rank, expected in enumerate([[[0, 1], [4, 5]], [[2, 3], [6]]]):
         predictions, indices = torch.load(tmp_path / f"{rank}.pt")
         assert indices == [expected]
         assert [one.tolist() for one in predictions] == [[10 * index for index in batch] for batch in expected]

@@ -54,7 +54,7 @@ def evaluated(**options):
             several = trainer.validate(module, [trained, loader(5, 2)], verbose=False)
             values |= {f"{index}/{name}": value for index, one in enumerate(several) for name, value in one.items()}
         watched = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        predictions = torch.cat(trainer.predict(module, trained)).sort().values
+        predictions = torch.cat(trainer.predict(module, trained))  # in the order of the samples
         assert trainer.predict(module, trained, return_predictions=False) is None
         results.append((values, watched, predictions))
     return results
