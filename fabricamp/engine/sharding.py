@@ -15,11 +15,15 @@ from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from fabricamp.callbacks.weight_averaging import WeightAveraging
 from fabricamp.checkpoint import places
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.base import Precision
+from fabricamp.precision.casting import modules_to_convert
 from fabricamp.precision.level import OptLevel
 from fabricamp.strategies.base import ShardPlan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fabricamp.engine.session import Session
 
 _REFUSED = {
@@ -38,7 +42,7 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
     if session.strategy.checkpoint_form != "folder":
         return
     _check(session)
-    session.notices.say(session.strategy.shard_module(session.module, _plan(session.precision, filled_later)))
+    session.notices.say(session.strategy.shard_module(session.module, _plan(session, filled_later=filled_later)))
 
 
 def check_saving(session: Session) -> None:
@@ -71,7 +75,8 @@ def _check_folder(callback: Callback, name: str) -> None:
         )
 
 
-def _plan(precision: Precision, filled_later: bool) -> ShardPlan:
+def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
+    precision, module = session.precision, session.module
     level = precision.level if isinstance(precision, OptLevel) else None
     if level is None and type(precision) is not Precision:
         raise ConfigError(
@@ -79,9 +84,19 @@ def _plan(precision: Precision, filled_later: bool) -> ShardPlan:
         )
     if level is None:
         return ShardPlan(filled_later=filled_later)
-    if level.cast_model_type is not None or level.cast_model_outputs is not None:
+    kept: list[nn.Module] = []
+    if level.cast_model_type is not None:
+        if not level.master_weights or level.cast_model_type not in HALF_DTYPES:
+            raise ConfigError(
+                f"precision {level.name!r} with a strategy that shards is not offered: its parts would be {level.cast_model_type}; "
+                "give 'O2' or 'O5', whose parts are fp32 masters, or 'O0', 'O1' or 'O4'"
+            )
+        chosen = set(modules_to_convert(module, keep_batchnorm_fp32=level.keep_batchnorm_fp32))
+        kept = [one for one in module.modules() if one not in chosen]
+    elif level.cast_model_outputs is not None:
         raise ConfigError(
-            f"precision {level.name!r} with a strategy that shards is not offered where it converts the module "
-            f"({level.cast_model_type or level.cast_model_outputs}); give 'O0', 'O1' or 'O4', whose parts are fp32"
+            f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
-    return ShardPlan(compute_dtype=level.autocast, filled_later=filled_later)
+    return ShardPlan(
+        compute_dtype=level.cast_model_type or level.autocast, kept=frozenset(kept), filled_later=filled_later
+    )

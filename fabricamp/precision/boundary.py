@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fabricamp.ops.shards import is_shard
 from fabricamp.precision.casting import cast_floating
 from fabricamp.torch_private import current_backward, global_forward_pre_hooks
 
@@ -134,7 +135,7 @@ class Boundary:
         """Whether ``module`` is still what the boundary was made for, not a copy that was converted to something else."""
         # A replica of DataParallel's has its weights as plain attributes.
         own = self.dtype is None or getattr(module, "_is_replica", False)
-        return own or any(parameter.dtype == self.dtype for parameter in module.parameters())
+        return own or any(parameter.dtype == self.dtype or is_shard(parameter) for parameter in module.parameters())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, or its exception: casts what goes to the step."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.shards import is_shard
 from fabricamp.precision.casting import CONVERTIBLE, modules_to_convert, own_tensors, owns_any
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ def convert(
     """Converts weights and buffers in place, their fp32 values kept in ``full``; returns the ids of the parameters."""
     chosen = modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32, whole_step=whole_step)
     tensors = tensors_to_convert(module, chosen)
-    full.convert(tensors, dtype)
+    # Parts of parameters stay what they are, masters: the strategy rounds what it gathers of them.
+    full.convert([tensor for tensor in tensors if not is_shard(tensor)], dtype)
     full.watch_loading(chosen)
     for one in chosen:
-        if isinstance(one, nn.RNNBase):
+        if isinstance(one, nn.RNNBase) and not any(map(is_shard, own_tensors(one))):
             one.flatten_parameters()
     return {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
 

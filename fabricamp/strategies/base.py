@@ -20,7 +20,7 @@ from fabricamp.registry import Registry
 from fabricamp.torch_private import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -47,12 +47,12 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What a strategy that shards has to know of a run: the dtype that parameters are gathered in, and what becomes of inputs."""
+    """What a strategy that shards has to know of a run, above all in which dtype parameters are gathered."""
 
     compute_dtype: torch.dtype | None = None
     """None: the parameters' own."""
-    casts_inputs: bool = False
-    """Whether what a unit is called with comes in that dtype, too."""
+    kept: Collection[nn.Module] = ()
+    """Modules whose own parameters are gathered as they are."""
     filled_later: bool = False
     """Whether a checkpoint's weights follow, so that parameters need no first values."""
 

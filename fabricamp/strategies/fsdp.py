@@ -85,12 +85,12 @@ class FSDP(ProcessGroupStrategy):
         sizes, kinds = [one.size for one in units], described(units)
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
         for unit in units:
             modules = own_modules(unit, units)
             first.give(modules)
             self._share(modules, exchange)
-            self._shard(unit, mesh, plan, is_root=unit is units[-1])
+            self._shard(unit, modules, plan, is_root=unit is units[-1])
         unfilled = self.broadcast(first.unfilled)
         if unfilled and not plan.filled_later:
             raise ConfigError(
@@ -198,17 +198,23 @@ class FSDP(ProcessGroupStrategy):
         if own and self.world_size > 1:
             exchange.broadcast([one.detach() for one in own.values()])
 
-    def _shard(self, unit: Unit, mesh: Any, plan: ShardPlan, *, is_root: bool) -> None:
+    def _shard(self, unit: Unit, modules: Sequence[nn.Module], plan: ShardPlan, *, is_root: bool) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(
+        half = MixedPrecisionPolicy(
             param_dtype=plan.compute_dtype,
             reduce_dtype=None if plan.compute_dtype is None else torch.float32,
-            cast_forward_inputs=plan.casts_inputs and not is_root,
+            cast_forward_inputs=False,  # precision does, where it has to be done
         )
+        full = MixedPrecisionPolicy(cast_forward_inputs=False)
+        after: bool | int | None = self.reshard_after_forward
+        for one in modules:
+            if one in plan.kept and one is not unit.module and next(one.parameters(recurse=False), None) is not None:
+                fully_shard(one, mesh=self._mesh, reshard_after_forward=after, mp_policy=full)
         # The rest is needed again as soon as backward begins: torch keeps it where it may choose.
-        after = None if is_root and self.reshard_after_forward is not False else self.reshard_after_forward
-        fully_shard(unit.module, mesh=mesh, reshard_after_forward=after, mp_policy=policy)
+        after = None if is_root and after is not False else after
+        policy = full if unit.module in plan.kept else half
+        fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy)
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each step that the user wrote gather what belongs to no unit, as a forward does."""

@@ -41,9 +41,13 @@ CELLS = [
     ("O1", "adamw", 3, ("norm", 0.5), False, "blocks"),
     ("O4", "FusedSGD", 1, ("norm", 0.5), False, "auto"),
     ("O4", "sgd", 3, None, True, "blocks"),
+    ("O2", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    ("O2", "adamw", 1, ("value", 0.02), False, "auto"),
+    ("O5", "FusedLion", 1, None, True, "auto"),
+    ("O5", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
 ]
 # They are cut within a window where there are three micro-batches to a step.
-RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8]]
+RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8], CELLS[10], CELLS[13]]
 
 
 class Block(torch.nn.Module):

@@ -162,8 +162,8 @@ class Unfreezing(Callback):
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
         (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias got another requires_grad since the run began"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm=True with strategy='fsdp' is not offered"),
-        (Classifier, {"precision": "64-true"}, "precision 'O3' with a strategy that shards is not offered where it converts"),
-        (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "precision 'O4' with a strategy"),
+        (Classifier, {"precision": "64-true"}, "precision 'O3' with a strategy that shards is not offered"),
+        (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks, 1"),
         (Manual, {}, "automatic_optimization=False is not offered"),
         (Unfilled, {}, "scale, table of Unfilled were built on the meta device, and no module gives them values"),
@@ -238,3 +238,36 @@ def test_a_fused_optimizer_updates_shards_without_a_trainer():
         assert all(map(torch.equal, trained(True), trained(False)))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_batch_norm_is_gathered_in_fp32_and_what_the_step_calls_gives_fp32(level):
+    seen = {}
+
+    class Convolutional(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.net.insert(1, nn.BatchNorm1d(16))
+            self.net.insert(1, nn.Identity())
+            self.net[1].register_buffer("table", torch.ones(16))
+
+        def training_step(self, batch, batch_idx):
+            self.net[0].register_forward_pre_hook(
+                lambda one, given: seen.update(half=(one.weight.dtype, given[0].dtype))
+            )
+            self.net[2].register_forward_pre_hook(lambda one, _: seen.update(norm=one.weight.dtype))
+            seen["table"] = self.net[1].table.dtype
+            seen["out"] = self.net(batch[0]).dtype
+            return super().training_step(batch, batch_idx)
+
+    def trained(strategy):
+        torch.manual_seed(0)
+        module = Convolutional()
+        quiet_trainer(strategy=strategy, max_steps=3, precision=level).fit(module, loader(16, 4))
+        assert all(one.dtype == torch.float32 for one in module.state_dict().values() if one.is_floating_point())
+        return torch.cat([one.flatten().float() for one in module.state_dict().values()])
+
+    together = trained("fsdp")
+    half = torch.float16 if level == "O2" else torch.bfloat16
+    assert seen == {"half": (half, half), "norm": torch.float32, "table": half, "out": torch.float32}
+    assert torch.allclose(together, trained("single"), atol=1e-5)
