@@ -1,0 +1,116 @@
+"""fsdp over NCCL on two GPUs: one GPU's weights, kernels on local parts, exact resumes, no wait of the host in a step."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fabricamp import seed_everything
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.strategies import FSDP
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_fsdp import Block, Net, SaveAt, flat
+from tests.small import loader, quiet_trainer
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+# level, optimizer, micro-batches a step, clip, reshard_after_forward
+CELLS = [
+    ("O0", "FusedAdam", 1, ("norm", 0.5), True),
+    ("O0", "torch's fused adamw", 3, ("norm", 0.5), False),
+    ("O0", "FusedAdagrad", 1, ("value", 0.02), True),
+    ("O1", "FusedAdam", 3, ("norm", 0.5), True),
+    ("O1", "torch's fused adamw", 1, None, False),
+    ("O2", "FusedAdam", 1, ("norm", 0.5), False),
+    ("O2", "adamw", 3, ("value", 0.02), True),
+    ("O4", "FusedLion", 1, ("norm", 0.5), True),
+    ("O5", "FusedSGD", 3, ("norm", 0.5), False),
+]
+
+
+def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
+    level, optimizer, accumulate, clip, _ = cell
+    seed_everything(5, verbose=False)
+    module = Net(optimizer)
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        devices=1 if strategy == "single" else "auto",
+        strategy=strategy,
+        precision=level,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip and clip[1],
+        gradient_clip_algorithm=clip[0] if clip else "norm",
+        num_sanity_val_steps=1,
+        callbacks=[] if save is None else [SaveAt(save, 5)],
+    )
+    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    return None if trainer.global_rank else flat(module).cpu()
+
+
+def on_two_gpus(folder):
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    found = {"straight": {}, "resumed": {}}
+    for number, cell in enumerate(CELLS):
+        path = folder / f"{number}.ckpt"
+        found["straight"][cell] = fitted(cell, FSDP([Block], reshard_after_forward=cell[4]), 4, save=path)
+        found["resumed"][cell] = fitted(cell, FSDP([Block], reshard_after_forward=cell[4]), 4, ckpt_path=path)
+    found["waits"] = waits()
+    return found
+
+
+def waits():
+    """Steps under torch's switch that makes a wait of the host an error, behind some that may wait."""
+
+    class Watched(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            torch.cuda.set_sync_debug_mode("error" if batch_idx >= 4 else "default")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            torch.cuda.set_sync_debug_mode("default")
+
+    seed_everything(5, verbose=False)
+    options = {"gradient_clip_val": 0.5, "precision": "O1", "max_epochs": 1, "log_every_n_steps": 1000}
+    trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy=FSDP([Block]), **options)
+    trainer.fit(Watched("FusedAdam"), loader(64, 4))
+    return trainer.global_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return run_ranks(on_two_gpus, 2, folder, backend=None, start_method="spawn", timeout=400.0)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_two_gpus_train_what_one_trains_on_the_joined_batch(cell, ranks):
+    seed_everything(5, verbose=False)
+    before, together = flat(Net(cell[1])), ranks[0]["straight"][cell]
+    alone, exact = fitted(cell, "single", 8), fitted(("O0", *cell[1:]), "single", 8)
+    moved = (exact - before).norm()
+    own, others = (together - exact).norm() / moved, (alone - exact).norm() / moved
+    assert own < (1e-4 if cell[0] == "O0" else 2 * others + 1e-3), (float(own), float(others))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
+    assert torch.equal(ranks[0]["straight"][cell], ranks[0]["resumed"][cell])
+
+
+def test_a_folder_of_two_gpus_goes_on_with_one_and_is_read_without(ranks, folder):
+    gone_on = fitted(CELLS[0], "single", 8, ckpt_path=folder / "0.ckpt")
+    assert (gone_on - ranks[0]["straight"][CELLS[0]]).abs().max() < 1e-4
+    assert read_checkpoint(folder / "0.ckpt")["state_dict"]["blocks.0.up.weight"].device.type == "cpu"
+
+
+def test_the_host_waits_for_nothing_in_a_step(ranks):
+    assert [one["waits"] for one in ranks] == [8, 8]
