@@ -15,6 +15,7 @@ from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from fabricamp.callbacks.weight_averaging import WeightAveraging
 from fabricamp.checkpoint import places
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.base import Precision
 from fabricamp.precision.casting import modules_to_convert
@@ -30,7 +31,6 @@ _REFUSED = {
     AsyncCheckpoint: "use ModelCheckpoint, whose folder all ranks write",
     BatchSizeFinder: "find it with strategy='single' on a smaller model",
     LearningRateFinder: "find it with strategy='single' on a smaller model",
-    GradientMonitor: "log fabricamp.utilities.grad_norm in on_before_optimizer_step",
     DivergenceCheck: "leave it out: every rank has other parts, and none that could diverge",
     StochasticWeightAveraging: "leave it out, or use strategy='ddp'",
     WeightAveraging: "leave it out, or use strategy='ddp'",
@@ -61,6 +61,17 @@ def _check(session: Session) -> None:
             if isinstance(callback, kind):
                 raise ConfigError(f"{type(callback).__name__} with strategy={name!r} is not offered: {cure}")
         _check_folder(callback, name)
+        if isinstance(callback, GradientMonitor) and callback.histograms:
+            raise ConfigError(
+                f"GradientMonitor(histograms=True) with strategy={name!r} is not offered, as each rank has a part of a gradient: "
+                "leave histograms out"
+            )
+    for logger in session.trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger.draws_graph:
+            raise ConfigError(
+                f"TensorBoardLogger(log_graph=True) with strategy={name!r} is not offered, as rank 0 alone cannot run forward: "
+                "leave log_graph out"
+            )
     if session.settings.sync_batchnorm:
         raise ConfigError(
             f"sync_batchnorm=True with strategy={name!r} is not offered: leave it out, or use strategy='ddp'"

@@ -65,7 +65,7 @@ class TensorBoardLogger(RunFolderLogger):
         check_names("TensorBoardLogger has no option", options, (*_OWN, *_OPTIONS), where="TensorBoardLogger")
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
-        self._log_graph = log_graph
+        self.draws_graph = log_graph
         self._options = {"max_queue": 10, "flush_secs": 30, "filename_suffix": "", "purge_step": None, **options}
         self._writer: SummaryWriter | None = None
         self._file: EventFile | None = None
@@ -119,7 +119,7 @@ class TensorBoardLogger(RunFolderLogger):
 
         ``input_array``: a tensor or a tuple of arguments; None stands for the module's ``example_input_array``.
         """
-        if not self._log_graph or self._goes_on or not writes():
+        if not self.draws_graph or self._goes_on or not writes():
             return
         module: Any = model
         inputs = module.example_input_array if input_array is None else input_array

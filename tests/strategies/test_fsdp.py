@@ -20,6 +20,7 @@ from fabricamp.callbacks import (
     StochasticWeightAveraging,
 )
 from fabricamp.errors import CheckpointError
+from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from fabricamp.precision import OptLevel
 from fabricamp.strategies import FSDP
@@ -156,7 +157,12 @@ class Unfreezing(Callback):
     [
         (Classifier, {"callbacks": EMA(0.9)}, "EMA with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging with strategy='fsdp'"),
-        (Classifier, {"callbacks": GradientMonitor(), "logger": True}, "GradientMonitor with strategy='fsdp' is not offered"),
+        (
+            Classifier,
+            {"callbacks": GradientMonitor(histograms=True), "logger": TensorBoardLogger(".")},
+            r"GradientMonitor\(histograms=True\) with strategy='fsdp' is not offered",
+        ),
+        (Classifier, {"logger": TensorBoardLogger(".", log_graph=True)}, "log_graph=True.*rank 0 alone cannot run forward"),
         (Classifier, {"callbacks": DivergenceCheck()}, "DivergenceCheck with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": AsyncCheckpoint(), "enable_checkpointing": True}, "AsyncCheckpoint with strategy='fsdp'"),
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
