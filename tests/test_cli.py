@@ -52,6 +52,8 @@ class Net(TrainingModule):
         return batch[0][:, 0]
 
     def configure_optimizers(self):
+        if self.fail == "early":  # before torch's optimizers import their compiler
+            raise ConfigError("this cannot work; change that")
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 class Data(DataModule):
@@ -248,7 +250,7 @@ def test_a_bug_has_its_traceback_and_code_1():
 
 
 def test_two_processes_fail_as_one():
-    wrong = run("fit", "config.yaml", "trainer.devices=2", "module.fail=config")
+    wrong = run("fit", "config.yaml", "trainer.devices=2", "module.fail=early")
     assert wrong.returncode == 2
     assert wrong.stderr.count("this cannot work; change that") == 1
     assert "Traceback" not in wrong.stderr

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fabricamp.precision import Clip, OptLevel, precision_from
 from fabricamp.strategies.base import Strategy
+from tests.pairs import pairs
 from tests.windows import add_up, close_window
 
 OPTIMIZERS = {
@@ -138,18 +139,17 @@ def reference(level: str, make_optimizer, clip, accumulate):
     return module, masters
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize(
-    ("level", "optimizer"),
-    [
-        (level, optimizer)
-        for level in ("O0", "O1", "O2", "O3", "O4", "O5")
-        for optimizer in OPTIMIZERS
-        if level != "O3" or optimizer == "sgd"  # Adam's eps of 1e-8 is 0 in half
-    ],
-)
-def test_equals_a_loop_by_hand(level, optimizer, clip, accumulate):
+UPDATES = [
+    (level, optimizer)
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5")
+    for optimizer in OPTIMIZERS
+    if level != "O3" or optimizer == "sgd"  # Adam's eps of 1e-8 is 0 in half
+]
+
+
+@pytest.mark.parametrize(("update", "clip", "accumulate"), pairs(UPDATES, CLIPS, [1, 3]))
+def test_equals_a_loop_by_hand(update, clip, accumulate):
+    level, optimizer = update
     make, limit = OPTIMIZERS[optimizer], CLIPS[clip]
     module, precision = task(), OptLevel(level)
     updated = [p for g in train(precision, module, make, limit, accumulate).param_groups for p in g["params"]]
