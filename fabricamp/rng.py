@@ -145,8 +145,7 @@ def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Itera
     off with a deterministic mode, else as it is.
     """
     check_flag("deterministic", mode, others=("warn",))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _determinism()
     cudnn_benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_CUBLAS)
     if mode:
         os.environ.setdefault(_CUBLAS, ":4096:8")
@@ -157,10 +156,15 @@ def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Itera
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if _determinism() != before:  # the call imports torch's compiler, which takes more than a second
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = cudnn_benchmark
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _seed_all(seed: int) -> None:

@@ -82,6 +82,8 @@ before = set(sys.modules)
 pl.callbacks.ModelCheckpoint, pl.loggers.CSVLogger, pl.utilities.rank_zero_only, pl.strategies.DDP, pl.LightningModule
 import fabricamp.checkpoint, fabricamp.loggers.mlflow, fabricamp.loggers.wandb, fabricamp.metrics, fabricamp.precision
 pl.Trainer, pl.DDP, fabricamp.checkpoint.plain({"a": 1})
+with fabricamp.rng.deterministic_mode(False):  # around every run
+    pass
 found["brought"] = sorted(set(sys.modules) - before)
 sys.modules |= {"mlflow": None, "wandb": None}
 for kind in (fabricamp.loggers.mlflow.MLFlowLogger, fabricamp.loggers.wandb.WandbLogger):

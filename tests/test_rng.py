@@ -134,6 +134,9 @@ def test_no_determinism_leaves_the_process_as_it_is(monkeypatch):
             assert not torch.backends.cudnn.benchmark
         assert torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    with deterministic_mode(False):
+        torch.use_deterministic_algorithms(True)
+    assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(ConfigError, match="deterministic='yes'"), deterministic_mode("yes"):
         pass
 
