@@ -185,8 +185,7 @@ def _rebuilt(
         sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        # A thread beside the workers does it: the copy to the GPU then waits for nothing.
-        pin_memory=loader.pin_memory or (loader.num_workers > 0 and device is not None and device.type == "cuda"),
+        pin_memory=loader.pin_memory or _gains_by_pinning(loader, device),
         timeout=loader.timeout,
         worker_init_fn=init,
         multiprocessing_context=loader.multiprocessing_context,
@@ -196,6 +195,15 @@ def _rebuilt(
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
+
+
+def _gains_by_pinning(loader: DataLoader[Any], device: torch.device | None) -> bool:
+    """Whether a thread beside the workers should pin batches, so that their copy to the GPU waits for nothing.
+
+    Not where workers are started in a way that lets them use the GPU: what lies there cannot be pinned.
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    return on_gpu and loader.num_workers > 0 and loader.multiprocessing_context is None
 
 
 def _kind(loader: Any) -> str:

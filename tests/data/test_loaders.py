@@ -245,8 +245,11 @@ def test_a_pass_without_persistent_workers_is_left_to_its_loader():
     assert loader._iterator is iterator
 
 
-@pytest.mark.parametrize(("workers", "device", "pinned"), [(1, "cuda", True), (0, "cuda", False), (1, "cpu", False)])
-def test_batches_of_workers_are_pinned_for_a_gpu(workers, device, pinned):
-    loader = DataLoader(range(4), num_workers=workers)
+@pytest.mark.parametrize(
+    ("workers", "context", "device", "pinned"),
+    [(1, None, "cuda", True), (0, None, "cuda", False), (1, None, "cpu", False), (1, "spawn", "cuda", False)],
+)
+def test_batches_of_workers_are_pinned_for_a_gpu(workers, context, device, pinned):
+    loader = DataLoader(range(4), num_workers=workers, multiprocessing_context=context)
     wired = wire_loader(loader, train=True, rank=0, world_size=1, seed=0, device=torch.device(device))
     assert wired.pin_memory is pinned

@@ -39,6 +39,21 @@ def test_a_window_is_the_joined_batch(level, accumulate, optimizer):
     assert apart(before.cpu(), after, wanted) < TOLERANCE[level]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_window_without_weight_has_zero_gradients(level):
+    class Nothing(Tokens):
+        def training_step(self, batch, batch_idx):
+            total, weight = self.summed(batch)
+            return total, weight * 0
+
+        def configure_optimizers(self):
+            return FusedAdam(self.parameters(), lr=0.1)
+
+    before, after, trainer = fitted(level, 1, "fused_adam", batches(), module=Nothing())
+    assert torch.equal(before, after)
+    assert trainer.skipped_steps == 0
+
+
 class ErrorOnWait(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.fit_loop.total_batch_idx == 8:
