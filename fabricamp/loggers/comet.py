@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError, advice
+from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Outbox
@@ -77,11 +78,7 @@ class CometLogger(Logger):
     ) -> None:
         package = _package()
         known = inspect.signature(package.ExperimentConfig).parameters
-        for option in kwargs:
-            if option not in known:
-                raise ConfigError(
-                    f"CometLogger has no option {option!r}{advice('CometLogger', option, (*_OWN, *known))}"
-                )
+        check_names("CometLogger has no option", kwargs, (*_OWN, *known), where="CometLogger")
         settings = package.get_config()
         online = settings["comet.start.online"] if online is None else online
         if online is not False and not (api_key or settings["comet.api_key"]):
@@ -96,7 +93,7 @@ class CometLogger(Logger):
         self._config = {**_QUIET, **kwargs}
         self.save_dir = kwargs.get("offline_directory") if online is False else None
         self.name = project or settings["comet.project_name"]
-        self._prefix = f"{prefix}-" if prefix else ""
+        self._prefix = prefix or ""
         self._experiment: Any = None
         self._clear()
 
@@ -140,7 +137,7 @@ class CometLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """A point for each metric, by step and epoch."""
-        values = {f"{self._prefix}{name}": float(value) for name, value in metrics.items() if name != "epoch"}
+        values = self._named({name: float(value) for name, value in metrics.items() if name != "epoch"})
         epoch = int(metrics["epoch"]) if "epoch" in metrics else None
         if values:
             self._put(_Item(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
