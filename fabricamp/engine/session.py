@@ -25,6 +25,7 @@ from fabricamp.engine.optimizer_setup import (
 )
 from fabricamp.engine.oversights import warn_of_misspelt_hooks
 from fabricamp.engine.parts import FitParts, limits_of
+from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.profiling import profile_evaluation, profile_fit
 from fabricamp.engine.reloading import renew, train_feed
@@ -42,7 +43,6 @@ from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
-from fabricamp.performance import give_back
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn

@@ -16,8 +16,8 @@ from fabricamp.callbacks._cadence import validation_times
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
+from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice
-from fabricamp.performance import Performance, as_performance, check_performance
 from fabricamp.precision.base import Clip
 from fabricamp.precision.nonfinite import NAN_POLICIES
 

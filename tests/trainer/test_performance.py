@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fabricamp import ConfigError
-from fabricamp.performance import PROFILES, as_performance
+from fabricamp.engine.performance import PROFILES, as_performance
 from tests.small import Classifier, loader, quiet_trainer
 
 
