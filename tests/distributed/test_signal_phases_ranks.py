@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fabricamp import Callback, launch
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
+from tests.distributed.ranks import side_by_side
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -102,25 +104,28 @@ def run(folder, hook, targets, number):
     return ended, time.monotonic() - began
 
 
-@pytest.mark.parametrize(
-    ("hook", "targets", "number"),
-    [
-        ("prepare_data", (0,), signal.SIGTERM),
-        # It waits for rank 0 in compiled code.
-        ("prepare_data", (1,), signal.SIGTERM),
-        ("prepare_data", (0, 1), signal.SIGINT),
-        ("setup", (0, 1), signal.SIGTERM),
-        ("setup", (1,), signal.SIGINT),
-        ("on_train_start", (0,), signal.SIGTERM),
-    ],
-)
-def test_before_the_first_batch_all_end_at_once(tmp_path, monkeypatch, hook, targets, number):
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 2.0)  # for ranks that never end by themselves
-    ended, seconds = run(tmp_path, hook, targets, number)
+BEFORE = [
+    ("prepare_data", (0,), signal.SIGTERM),
+    # It waits for rank 0 in compiled code.
+    ("prepare_data", (1,), signal.SIGTERM),
+    ("prepare_data", (0, 1), signal.SIGINT),
+    ("setup", (0, 1), signal.SIGTERM),
+    ("setup", (1,), signal.SIGINT),
+    ("on_train_start", (0,), signal.SIGTERM),
+]
+
+
+def all_end_at_once(folder, hook, targets, number):
+    watch._GRACE_SECONDS = 2.0  # for ranks that never end by themselves
+    ended, seconds = run(folder, hook, targets, number)
     assert ended.codes == [128 + number] * 2, ended.failures
     assert seconds < 30
-    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").rglob("*.ckpt"))
-    assert not list(tmp_path.glob("attempt-on_train_end-*"))
+    assert not (folder / "checkpoints").exists() or not list((folder / "checkpoints").rglob("*.ckpt"))
+    assert not list(folder.glob("attempt-on_train_end-*"))
+
+
+def test_before_the_first_batch_all_end_at_once(tmp_path):
+    side_by_side(*(partial(all_end_at_once, tmp_path / str(index), *case) for index, case in enumerate(BEFORE)))
 
 
 @pytest.mark.parametrize(

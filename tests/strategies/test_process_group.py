@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
 from fabricamp.optimizers import UnsupportedError
 from fabricamp.strategies import DDP, Environment, Strategy
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, side_by_side
 
 CPU = torch.device("cpu")
 
@@ -169,12 +170,11 @@ def barrier_between_runs(folder):
         threading.Event().wait(2.0)
 
 
-def test_the_ranks_of_a_run_that_is_over_meet_at_its_store(tmp_path):
-    run_ranks(barrier_between_runs, 2, tmp_path, backend=None)
-
-
-def test_a_barrier_that_fails_says_where():
-    run_ranks(lonely_barrier, 2, backend=None)
+def test_a_barrier_that_fails_says_where_and_ranks_of_a_run_that_is_over_meet_at_its_store(tmp_path):
+    side_by_side(
+        partial(run_ranks, lonely_barrier, 2, backend=None),
+        partial(run_ranks, barrier_between_runs, 2, tmp_path, backend=None),
+    )
 
 
 def test_without_an_address_several_processes_cannot_meet(monkeypatch):
