@@ -197,6 +197,25 @@ def loop(result):
     return f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
 
 
+def loop_ranks(result):
+    hand = "by hand, bare graph"
+    ways = list(result["rows"][0]["wall_ms"])
+    rows = []
+    for row in result["rows"]:
+        times = row["wall_ms"]
+        cells = [f"{times[way]:.2f}" for way in ways]
+        shares = [f"{times[f'fabricamp, {name}, graph'] / times[hand]:.2f}" for name in ("delayed_ddp", "ddp")]
+        faster = f"{times[ways[0]] / times['fabricamp, delayed_ddp, graph']:.1f}x"
+        rows.append([str(row["batch"]), row["precision"], str(row["rounds"]), *cells, *shares, faster])
+    about = (
+        "ResNet-50 (channels_last) with SyncBatchNorm, wall ms a step, exchange and AdamW's update included; medians of\n"
+        "interleaved rounds. By hand: SyncBatchNorm of fabricamp and one all_reduce of all gradients, captured as a bare\n"
+        "graph. The last columns: the graph of each strategy over it, and torch over the graph of delayed_ddp."
+    )
+    head = ["batch per rank", "precision", "rounds", *ways, "delayed_ddp, graph", "ddp, graph", "torch"]
+    return f"## A step of two ranks as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 def steps(rows):
     (mixed,) = (row["wall_ms"] for row in rows if row["run"].startswith("torch autocast fp16"))
     columns = {"gpu_ms": "{:.1f}", "wall_ms": "{:.1f}", "peak_gib": "{:.2f}"}
@@ -314,6 +333,7 @@ RENDERERS = {
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,
+    "loop_ranks": loop_ranks,
 }
 """By what the names of the result files begin with, in front of the first ``-``."""
 

@@ -6,12 +6,13 @@ import importlib
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import fabricamp
 from fabricamp import TrainingModule, callbacks, data, loggers, optimizers, profilers, strategies
 from tests.small import Classifier
+
+instantiate = pytest.importorskip("hydra.utils", reason="needs the package hydra-core").instantiate
 
 PARTS = """
 AsyncCheckpoint: {dirpath: out, every: 10 steps}
