@@ -381,8 +381,9 @@ class Session:
         self.moments.end()
         self.conversion.undo()
         give_back(self._channels_last)
-        if not failed and not self.trainer.state.interrupted:
-            self.strategy.unshard_module(self.module)
+        if not failed:
+            # A process that was interrupted has little time left, and a checkpoint.
+            self.strategy.unshard_module(self.module, whole=not self.trainer.state.interrupted)
         revert_syncbn_model(self.module, self._synchronised)
         if not failed:
             self.metrics.close()

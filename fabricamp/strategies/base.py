@@ -179,8 +179,8 @@ class Strategy(NamesKeywords):
         """
         return ""
 
-    def unshard_module(self, module: nn.Module) -> None:
-        """Undoes :meth:`shard_module` after a run; rank 0 has the whole parameters then."""
+    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
+        """Undoes :meth:`shard_module` after a run; rank 0 has the ``whole`` parameters then, else nobody."""
 
     def share_module(self, module: nn.Module) -> None:
         """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module.

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
+
+
+def fills_others(module: nn.Module, units: Collection[nn.Module]) -> bool:
+    """Whether an ``init_weights`` of ``module``, or of a part of it, is of other units too: all have to be there at once then."""
+    return any(
+        callable(getattr(one, "init_weights", None))
+        and any(inner in units for inner in one.modules() if inner is not one)
+        for one in module.modules()
+    )
 
 
 def leave_meta(module: nn.Module) -> list[str]:
@@ -18,9 +27,6 @@ def leave_meta(module: nn.Module) -> list[str]:
     first = FirstValues(module, torch.device("cpu"), fills=True)
     first.give(module.modules())
     return first.unfilled
-
-
-_FILLERS = ("reset_parameters", "init_weights")
 
 
 class FirstValues:
@@ -35,21 +41,30 @@ class FirstValues:
         """Names of what no method has written to."""
 
     def give(self, modules: Iterable[nn.Module]) -> None:
-        """Gives what these modules own themselves; a parameter of several stays that of them all."""
-        for module in modules:
-            marked = [
-                (self._names[id(one)], self._put(table, name, one))
-                for table in _tables(module)
-                for name, one in list(table.items())
-                if one is not None and one.is_meta
-            ]
-            if not (marked and self._fills):
-                continue
-            with torch.no_grad():
-                for filler in filter(None, (getattr(module, name, None) for name in _FILLERS)):
-                    filler()
-                    break
-            self.unfilled += [name for name, one in marked if bool(_is_mark(one).any())]
+        """Gives what these modules, each behind those that it is in, own themselves; what several own stays that of them all.
+
+        On rank 0 inner ones come first: ``reset_parameters`` of those that own something, ``init_weights`` of all.
+        """
+        modules = list(modules)
+        marked = {module: own for module in modules if (own := self._allocated(module))}
+        if not (marked and self._fills):
+            return
+        with torch.no_grad():
+            for module in reversed(modules):
+                fillers = ("reset_parameters", "init_weights") if module in marked else ("init_weights",)
+                for name in fillers:
+                    if callable(filler := getattr(module, name, None)):
+                        filler()
+        self.unfilled += [name for own in marked.values() for name, one in own if bool(_is_mark(one).any())]
+
+    def _allocated(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The module's own tensors that were on the meta device, in memory now, with a mark instead of values."""
+        return [
+            (self._names[id(one)], self._put(table, name, one))
+            for table in _tables(module)
+            for name, one in list(table.items())
+            if one is not None and one.is_meta
+        ]
 
     def _put(self, table: dict[str, Any], name: str, one: Tensor) -> Tensor:
         made = self._made.get(id(one))

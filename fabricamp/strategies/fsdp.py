@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.first_values import FirstValues
+from fabricamp.strategies.first_values import FirstValues, fills_others
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import ShardPlan
 
 _ZERO_NAMES: Final = {"zero3": True, "zero2": False}
+_CPU: Final = torch.device("cpu")
 _BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -80,7 +81,10 @@ class FSDP(ProcessGroupStrategy):
         self._undo, self._module = Undo(module), module
         self._trained = {name: one.requires_grad for name, one in module.named_parameters()}
         missing = self.broadcast([name for name, one in _tensors_of(module) if one.is_meta])
-        first = FirstValues(module, self.device, fills=self.rank == 0 and bool(missing))
+        together = self.rank == 0 and bool(missing) and fills_others(module, {one.module for one in units})
+        first = FirstValues(module, _CPU if together else self.device, fills=self.rank == 0)
+        if together:
+            first.give(module.modules())  # in host memory
         exchange = Exchange(1, DEFAULT_BUCKET_MB)
         sizes, kinds = [one.size for one in units], described(units)
         from torch.distributed.device_mesh import init_device_mesh
@@ -101,8 +105,8 @@ class FSDP(ProcessGroupStrategy):
         self._wrap_steps(module)
         return self._told(module, kinds, sizes)
 
-    def unshard_module(self, module: nn.Module) -> None:
-        """Gives the module back plain, as it came; rank 0 has its whole parameters, in host memory."""
+    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
+        """Gives the module back plain, as it came; rank 0 has its ``whole`` parameters, in host memory."""
         undo, self._undo, self._module = self._undo, None, None
         if undo is None:
             return
@@ -113,11 +117,13 @@ class FSDP(ProcessGroupStrategy):
         self._steps = {}
         _reshard(module)
 
-        def whole(parameter: Any) -> Tensor:
-            full: Tensor = parameter.detach().full_tensor()
-            return full.cpu() if self.rank == 0 else torch.empty_like(full, device="meta")
+        def plain(parameter: Any) -> Tensor:
+            full = parameter.detach().full_tensor() if whole else None
+            if full is None or self.rank != 0:
+                return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            return cast("Tensor", full).cpu()
 
-        replace_shards(module, whole)
+        replace_shards(module, plain)
         undo.undo()
 
     def share_module(self, module: nn.Module) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import warnings
 
 import pytest
@@ -16,6 +18,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
 from fabricamp.strategies import FSDP
+from fabricamp.strategies.first_values import leave_meta
 from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
 from tests.small import loader, quiet_trainer
@@ -83,7 +86,10 @@ class Net(TrainingModule):
         self.scale = torch.nn.Parameter(torch.ones(1, device=self.head.weight.device))
 
     def init_weights(self):
+        """Of the whole, as many networks have it: the units' too."""
         torch.nn.init.constant_(self.scale, 0.5)
+        for block in self.blocks:
+            torch.nn.init.normal_(block.down.weight, std=0.01)
 
     def configure_model(self):
         if self.meta and not hasattr(self, "first"):
@@ -175,7 +181,7 @@ def on_two_ranks(folder):
     found["norms"] = norms()
     found["weighted"] = weighted("fsdp", 4)
     found["rotated"] = rotated(folder / "rotated")
-    found["group"] = dist.is_initialized()
+    found["interrupted"] = interrupted(folder / "interrupted")
     return found
 
 
@@ -184,6 +190,15 @@ def meta_weights():
     module = Net(meta=True)
     quiet_trainer(strategy="fsdp", devices="auto", max_steps=0).fit(module, loader(8, 4))
     return None if module.scale.is_meta else flat(module)
+
+
+def first_values_alone():
+    """What a loop by hand over the same methods gives."""
+    seed_everything(11, verbose=False)
+    module = Net(meta=True)
+    module.configure_model()
+    leave_meta(module)
+    return flat(module), module
 
 
 def printed():
@@ -275,6 +290,30 @@ def rotated(folder):
     return names, sorted(one.name for one in folder.iterdir()), trainer.global_step
 
 
+def interrupted(folder):
+    """SIGTERM on one rank, within a window: all end, and the run that goes on has the bits of one that was never cut."""
+
+    class Terminating(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.is_global_zero and trainer.state.batches_done == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*callbacks, ckpt_path=None):
+        seed_everything(5, verbose=False)
+        module = Net("FusedAdam")
+        options = {"max_epochs": 2, "accumulate_grad_batches": 3, "enable_checkpointing": True}
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=100)
+        trainer = quiet_trainer(strategy="fsdp", devices="auto", callbacks=[*callbacks, checkpoint], **options)
+        try:
+            trainer.fit(module, loader(64, 4, shuffle=True), ckpt_path=ckpt_path)
+        except SystemExit as end:
+            assert type(module) is Net
+            return end.code
+        return None if trainer.global_rank else flat(module)
+
+    return run(Terminating()), run(ckpt_path="last"), run()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fsdp")
@@ -358,7 +397,9 @@ def test_meta_parameters_get_the_values_of_the_seed_at_any_number_of_ranks(ranks
     assert none is None
     (other,) = run_ranks(meta_weights, 1)
     assert torch.equal(weights, other)
-    assert weights[-1] != 0
+    other, module = first_values_alone()
+    assert torch.allclose(weights, other)
+    assert module.blocks[1].down.weight.std() < 0.02 < module.blocks[1].up.weight.std()
     assert weights.std() > 0.05
     assert not weights.isnan().any()
 
@@ -401,3 +442,9 @@ def test_folders_are_rotated_as_files_are(ranks):
     assert before == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     assert after == ["epoch=1-step=5.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"]
     assert steps == 6
+
+
+def test_a_signal_ends_all_ranks_and_nothing_is_lost(ranks):
+    assert [one["interrupted"][0] for one in ranks] == [143, 143]
+    _, resumed, straight = ranks[0]["interrupted"]
+    assert torch.equal(resumed, straight)
