@@ -293,7 +293,7 @@ class Strategy(NamesKeywords):
             raise type(found[0])("; ".join(dict.fromkeys(map(str, found)))) from problem
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's whole state dict, the same on every rank."""
+        """The module's state dict, the same on every rank; of what is sharded, each rank's part."""
         return module.state_dict()
 
     def barrier(self, name: str = "") -> None:

@@ -163,11 +163,6 @@ class FSDP(ProcessGroupStrategy):
         """Sums gradient statistics over the ranks, each of which has them of its part."""
         dist.all_reduce(statistics)
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state dict, of each parameter the part that this rank holds."""
-        _reshard(module)  # what a forward without a backward has left gathered
-        return module.state_dict()
-
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
         self._undo = self._module = None

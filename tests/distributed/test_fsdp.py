@@ -181,6 +181,7 @@ def on_two_ranks(folder):
     found["norms"] = norms()
     found["weighted"] = weighted("fsdp", 4)
     found["rotated"] = rotated(folder / "rotated")
+    found["validated"] = saved_behind_a_validation(folder / "validated.ckpt")
     found["interrupted"] = interrupted(folder / "interrupted")
     return found
 
@@ -288,6 +289,25 @@ def rotated(folder):
     names = sorted(one.name for one in folder.iterdir())
     trainer = run(6, "last")
     return names, sorted(one.name for one in folder.iterdir()), trainer.global_step
+
+
+def saved_behind_a_validation(path):
+    """Within a window, when a forward without a backward has left weights gathered."""
+
+    class Saving(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if trainer.state.batches_done == 4 and trainer.ckpt_path is None:
+                trainer.save_checkpoint(path)
+
+    def run(ckpt_path=None):
+        seed_everything(5, verbose=False)
+        module = Net("FusedAdam")
+        options = {"max_epochs": 1, "accumulate_grad_batches": 3, "val_check_interval": 2, "callbacks": [Saving()]}
+        trainer = quiet_trainer(strategy=FSDP(reshard_after_forward=False), devices="auto", **options)
+        trainer.fit(module, loader(64, 4, shuffle=True), loader(8, 4), ckpt_path=ckpt_path)
+        return None if trainer.global_rank else flat(module)
+
+    return run(), run(path)
 
 
 def interrupted(folder):
@@ -442,6 +462,11 @@ def test_folders_are_rotated_as_files_are(ranks):
     assert before == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     assert after == ["epoch=1-step=5.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"]
     assert steps == 6
+
+
+def test_a_window_that_was_saved_behind_a_validation_goes_on(ranks):
+    straight, resumed = ranks[0]["validated"]
+    assert torch.equal(straight, resumed)
 
 
 def test_a_signal_ends_all_ranks_and_nothing_is_lost(ranks):
