@@ -118,7 +118,7 @@ def test_training_is_that_of_a_module_of_ours(steps, precision):
         )  # "O3" has none to hold a step of Adam's
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp", "fsdp"])
 def test_two_processes_train_it_too(strategy):
     seen = []
     for kind in pair(Steps):
