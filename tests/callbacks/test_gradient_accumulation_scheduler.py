@@ -109,13 +109,15 @@ def on_a_rank(strategy, precision, kind):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision", "kind"), [("ddp", "O2", Classifier), ("delayed_ddp", "O0", Weighted)]
+    ("strategy", "precision", "kind"),
+    [("ddp", "O2", Classifier), ("delayed_ddp", "O0", Weighted), ("fsdp", "O1", Classifier)],
 )
 def test_ranks_step_together(strategy, precision, kind):
     (steps, counts, weights), (other, _, same_weights) = run_ranks(on_a_rank, 2, strategy, precision, kind)
     assert counts == [1, 2, 2, 3]
     assert steps == other == 3 + 2 + 2 + 1
-    assert all(torch.equal(one, two) for one, two in zip(weights, same_weights, strict=True))
+    if strategy != "fsdp":  # where rank 0 alone has the weights afterwards
+        assert all(torch.equal(one, two) for one, two in zip(weights, same_weights, strict=True))
 
 
 class Manual(Classifier):

@@ -25,7 +25,7 @@ def test_plugins_are_a_precision_and_an_environment():
     trainer = quiet_trainer(plugins=[level, here], devices="auto")
     assert (trainer.global_rank, trainer.world_size, trainer.strategy.name) == (1, 2, "ddp")
     assert not trainer._runner.launches
-    quiet_trainer(plugins=[]).fit(Classifier(), loader())
+    quiet_trainer(plugins=[], max_steps=1).fit(Classifier(), loader())
 
 
 def on_another_cluster():
