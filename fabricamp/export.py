@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.arguments.checks import check_choice
-from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-WEIGHTS, GRAPHS = (".pt", ".safetensors"), (".pt2", ".onnx")
+WEIGHTS, GRAPHS, WHOLE = (".pt", ".safetensors"), (".pt2", ".onnx"), ".ckpt"
 _PACKAGES = {".safetensors": ("safetensors",), ".onnx": ("onnx", "onnxscript")}
 
 
@@ -35,10 +35,11 @@ def export(
     """Writes what a checkpoint holds of the model, at any opt level, and says what it wrote.
 
     ``.pt`` (``torch.load``) and ``.safetensors`` get the weights by their names; ``.pt2`` (``torch.export.load``) and ``.onnx`` the
-    module's ``forward`` too, in evaluation mode, whose first dimension may vary where the module lets it.
+    module's ``forward`` too, in evaluation mode, whose first dimension may vary where the module lets it.  ``.ckpt`` is the whole
+    checkpoint as one file, where it is a folder of sharded tensors.
 
     Args:
-        checkpoint: the file, or a URL.
+        checkpoint: the file or folder, or a URL.
         to: the file to write; its suffix decides the format.
         module: the class of the module, for ``.pt2`` and ``.onnx``: a checkpoint names no code.
         inputs: what ``forward`` takes; empty is the module's ``example_input_array``.
@@ -59,6 +60,9 @@ def export(
         raise CheckpointError(
             f"{checkpoint} holds no 'state_dict' (it has {sorted(content)}); give a Trainer's checkpoint"
         )
+    if path.suffix == WHOLE:
+        write_checkpoint(path, content)
+        return f"{path}: the checkpoint of step {content.get('global_step')} as one file"
     wanted = _trained(content.get("amp")) if dtype is None else DTYPES[dtype]
     weights = {name: _as(value, wanted) for name, value in weights.items()}
     if path.suffix in WEIGHTS:
@@ -74,8 +78,12 @@ def export(
 
 
 def _checked(path: Path, dtype: str | None) -> Path:
-    if path.suffix not in (*WEIGHTS, *GRAPHS):
-        raise ConfigError(f"{str(path)!r} has no known format; end it in {', '.join((*WEIGHTS, *GRAPHS))}")
+    if path.suffix not in (*WEIGHTS, *GRAPHS, WHOLE):
+        raise ConfigError(f"{str(path)!r} has no known format; end it in {', '.join((*WEIGHTS, *GRAPHS, WHOLE))}")
+    if dtype is not None and path.suffix == WHOLE:
+        raise ConfigError(
+            f"{path.name} with dtype={dtype!r}: a whole checkpoint keeps what was trained; leave dtype out"
+        )
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))
     missing = [name for name in _PACKAGES.get(path.suffix, ()) if importlib.util.find_spec(name) is None]

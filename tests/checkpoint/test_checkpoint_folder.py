@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places, read_checkpoint, read_header, write_together
 from fabricamp.checkpoint.folder import write_folder
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.export import export
 from fabricamp.strategies import Strategy
 
 
@@ -61,6 +62,18 @@ def test_a_folder_comes_back_whole(state, tmp_path):
     assert header["state_dict"]["weight"].is_meta
     assert header["state_dict"]["weight"].shape == (3, 2)
     assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_folder_becomes_one_file_and_weights_for_others(state, tmp_path):
+    path = written(tmp_path / "a.ckpt", state)
+    assert export(path, tmp_path / "whole.ckpt") == f"{tmp_path}/whole.ckpt: the checkpoint of step 5 as one file"
+    assert (tmp_path / "whole.ckpt").is_file()
+    check(read_checkpoint(tmp_path / "whole.ckpt"))
+    export(path, tmp_path / "weights.pt", dtype="bf16")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert weights["weight"].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"whole.ckpt with dtype='fp16': a whole checkpoint keeps what was trained"):
+        export(path, tmp_path / "whole.ckpt", dtype="fp16")
 
 
 def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_path):
