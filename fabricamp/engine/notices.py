@@ -7,12 +7,14 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.data import CombinedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +37,11 @@ class Notices:
         """What a fit runs on, where its files go, and what it goes on from."""
         self._first = self._trainer.state.batches_done
         self.say(*self._beginning())
+
+    def workers(self, loader: Any) -> None:
+        """Which workers are started anew in each epoch; told once the ``loader`` to train on has been asked for."""
+        if self._session.settings.max_epochs != 1 and not self._trainer.fast_dev_run:
+            self.say(*_workers_of(loader))
 
     def weights(self) -> None:
         """Which file an evaluation takes its weights from, where it was given one."""
@@ -89,6 +96,15 @@ class Notices:
         """Prints lines, where this run speaks."""
         for line in lines if self._speaks else ():
             say(line)
+
+
+def _workers_of(loader: Any) -> Iterator[str]:
+    """A line for each of torch's loaders whose workers do not stay."""
+    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+        if isinstance(one, DataLoader) and one.num_workers > 0 and not one.persistent_workers:
+            pinned = ", and their batches are pinned" if one.pin_memory else ""
+            workers = "1 worker" if one.num_workers == 1 else f"{one.num_workers} workers"
+            yield f"{workers} of the train loader: started anew in each epoch (persistent_workers=True keeps them){pinned}"
 
 
 def _shows(callback: Callback) -> bool:

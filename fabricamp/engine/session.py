@@ -238,6 +238,7 @@ class Session:
     def _fit_parts(self) -> FitParts:
         """What the loop works with; the loader to train on is asked for before those to validate on."""
         length = self.data.num_training_batches
+        self.notices.workers(self.data.train_loader)
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )

@@ -4,11 +4,12 @@ import re
 import signal
 
 import pytest
+from torch.utils.data import DataLoader
 
 from fabricamp import Callback
 from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
 from fabricamp.engine import notices
-from tests.small import Classifier, loader, quiet_trainer
+from tests.small import Classifier, data, loader, quiet_trainer
 
 
 class AtStep(Callback):
@@ -116,3 +117,11 @@ def test_on_a_terminal_a_line_is_broken_between_words(monkeypatch, capsys):
         "  checkpoint:",
         "  a/version_0/checkpoints/epoch=1-step=8.ckpt",
     ]
+
+
+@pytest.mark.parametrize(("workers", "epochs", "said"), [(0, 2, False), (2, 2, True), (2, 1, False)])
+def test_workers_that_start_anew_in_each_epoch_are_said(workers, epochs, said, capfd):
+    train = DataLoader(data(8), batch_size=4, num_workers=workers)
+    quiet_trainer(enable_model_summary=True, max_epochs=epochs).fit(Classifier(), train)
+    line = "2 workers of the train loader: started anew in each epoch (persistent_workers=True keeps them)"
+    assert (line in capfd.readouterr().out.splitlines()) == said
