@@ -2,8 +2,8 @@
 
     python tests/changed_parts.py [--base COMMIT] [--sources]
 
-A changed test file is its own; a changed module's are those that import it by its own name or have its name in theirs, and that
-start no processes.
+A changed test file is its own, and the page of features may name a test that was in it; a changed module's are those that import it
+by its own name or have its name in theirs, and that start no processes.
 ``--sources`` prints the changed files of the package instead.
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
 """Folders whose tests start processes or compile for every card: run where they themselves have changed, and by `make test`."""
+NAMES_TESTS = Path("tests", "examples", "test_features.py")
+"""Looks whether the tests that docs/features.md names are there."""
 
 
 def changed(base):
@@ -62,7 +64,7 @@ def tests_for(files):
         named = any(place.parts[1] == part and stem in place.stem for part, stem in places)
         if named or imported(test) & (modules | helpers) or any(f'"{one}"' in test.read_text() for one in kernels):
             others.append(place)
-    return [*own, *others]
+    return [*own, *([NAMES_TESTS] if own and NAMES_TESTS not in own else []), *others]
 
 
 def main():

@@ -24,7 +24,7 @@ def test_a_module_has_the_tests_for_its_name_and_those_that_import_it():
 def test_kernels_helpers_and_tests_themselves():
     assert "tests/ops/test_dispatch.py" in found("fabricamp/ops/kernels/adam.cu")
     assert "tests/parity/test_torch_defaults.py" in found("tests/whole_run.py")
-    assert found("tests/kill/test_kills.py") == {"tests/kill/test_kills.py"}
+    assert found("tests/kill/test_kills.py") == {"tests/kill/test_kills.py", "tests/examples/test_features.py"}
     assert not found("fabricamp/callbacks/__init__.py", "README.md", "docs/kernels.md")
 
 
