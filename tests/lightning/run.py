@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -56,9 +58,25 @@ def printed(name: str, package: str) -> str:
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "argv", [str(script)]),
         contextlib.redirect_stdout(io.StringIO()),
+        logging_kept(),
     ):
         runpy.run_path(str(script), {"print": show}, "__main__")
     return lines.getvalue()
+
+
+@contextlib.contextmanager
+def logging_kept() -> Iterator[None]:
+    """Gives later tests of the process the loggers as they were: hydra switches those off that are there."""
+    root, loggers = logging.getLogger(), logging.Logger.manager.loggerDict
+    before = {name: one.disabled for name, one in loggers.items() if isinstance(one, logging.Logger)}
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        for name, disabled in before.items():
+            logging.getLogger(name).disabled = disabled
 
 
 def recorded(name: str) -> str:

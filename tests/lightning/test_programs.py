@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import runpy
 import subprocess
@@ -75,6 +76,7 @@ def test_prints_what_lightning_printed(name):
         )
     different = list(differences(expected(name), printed(name, "fabricamp")))
     assert not different, "".join(different)
+    assert not logging.getLogger("fabricamp").disabled
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"by_hand"}))
