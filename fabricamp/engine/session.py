@@ -10,6 +10,7 @@ import torch
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
+from fabricamp.engine.compiled import step_of
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.joining import join_loggers, kept_of, log_hyperparams
@@ -207,7 +208,7 @@ class Session:
         sums = any(memory.flat is not None for memory in memories)
         self.step = self.strategy.wrap_module(
             self.module,
-            self.module.training_step,
+            step_of(self),
             automatic=self.module.automatic_optimization,
             accumulates=self.settings.accumulates or sums,
         )

@@ -16,6 +16,7 @@ from fabricamp.callbacks._cadence import validation_times
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
+from fabricamp.engine.compiled import as_compile
 from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
@@ -67,6 +68,7 @@ class Settings:
     start_method: str
     cuda_graph: CudaGraph | None
     performance: Performance | None
+    compile: dict[str, Any] | None
     accumulation_schedule: Mapping[int, int] | None = None
     """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all."""
 
@@ -113,6 +115,10 @@ def check_settings(given: dict[str, Any]) -> Settings:
         settings.num_sanity_val_steps = math.inf
     if settings.overfit_batches:
         settings.limit_train_batches = settings.limit_val_batches = settings.overfit_batches
+    if settings.compile is not None and settings.cuda_graph is not None:
+        raise ConfigError(
+            "compile and cuda_graph: a step is compiled, or replayed as a CUDA graph; leave out one of them"
+        )
     check_performance(settings.performance, settings.benchmark, settings.deterministic)
     _check_order("epochs", settings.min_epochs, settings.max_epochs)
     _check_order("steps", settings.min_steps, settings.max_steps)
@@ -245,6 +251,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "reload_dataloaders_every_n_epochs": _FROM_0,
     "prefetch_batches": check_prefetch,
     "performance": as_performance,
+    "compile": as_compile,
     "default_root_dir": _folder,
     "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),
 }

@@ -19,6 +19,7 @@ _DEFAULTS: dict[str, Any] = {
     "accelerator": "auto",
     "accumulate_grad_batches": 1,
     "barebones": False,
+    "compile": False,
     "cuda_graph": False,
     "detect_anomaly": False,
     "deterministic": False,

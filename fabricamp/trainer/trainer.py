@@ -98,6 +98,7 @@ class Trainer(TrainerProperties):
         enable_autolog_hparams: gives loggers what ``save_hyperparameters`` has kept.
         barebones: leaves out what is not training: logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
+        compile: True runs ``training_step`` through ``torch.compile``; a dict has its keywords.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -157,13 +158,13 @@ class Trainer(TrainerProperties):
         enable_autolog_hparams: bool | None = True,
         barebones: bool | None = False,
         performance: str | dict[str, Any] | None = None,
+        compile: bool | dict[str, Any] | None = False,  # noqa: A002 - torch's name of it
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in {"self", "unknown", "__class__"}}
         refuse_unknown(unknown, given)
-        given = with_defaults(given)
-        settings = check_settings(given)
+        settings = check_settings(given := with_defaults(given))
         given["precision"], environment = of_plugins(plugins, given["precision"])
         environment, indices = self._choose_processes(given, settings.num_nodes, environment)
         check_cuda_graph(settings, self.device_type, self.strategy)
@@ -176,13 +177,11 @@ class Trainer(TrainerProperties):
         self.log_dir: str | None = None
         found = as_loggers(logger)
         self.loggers = [TensorBoardLogger(settings.default_root_dir)] if found is None else found
-        given_callbacks = as_callbacks(callbacks)
-        if settings.fast_dev_run:
-            self.loggers = [DummyLogger()] if self.loggers else []
+        own = as_callbacks(callbacks)
+        if settings.fast_dev_run and self.loggers:
+            self.loggers = [DummyLogger()]
         self.callbacks: list[Callback] = []
-        self._runner = Runner(
-            self, settings, environment, indices, given_callbacks, default_callbacks(given, given_callbacks)
-        )
+        self._runner = Runner(self, settings, environment, indices, own, default_callbacks(given, own))
 
     def _choose_processes(
         self, given: dict[str, Any], num_nodes: int, environment: Environment | None

@@ -46,6 +46,7 @@ WRONG = {
     "enable_progress_bar": ["on"],
     "enable_model_summary": ["no"],
     "start_method": ["popen"],
+    "compile": ["yes", 1, {"backends": "eager"}],
     "cuda_graph": ["always", 2, True],  # True: on a CPU
     "deterministic": ["yes", 1],
     "benchmark": ["yes"],

@@ -1,0 +1,90 @@
+"""A training step that ``torch.compile`` has made: what it logs is kept behind it, and the module stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.torch_private import dispatch_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fabricamp.engine.session import Session
+
+
+class LogTape:
+    """Stands before the metrics of a run while compiled code runs: that only appends, which breaks no graph."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], Any, int | None]] = []
+
+    def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
+        """Notes a call of ``self.log``, with a copy of the value: the step may change it."""
+        self.calls.append((call, value.detach().clone() if isinstance(value, Tensor) else value, batch_size))
+
+
+def as_compile(name: str, value: Any) -> dict[str, Any] | None:
+    """Returns the keywords of ``torch.compile`` that the Trainer's ``compile`` stands for; None where nothing is compiled."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} is not allowed; give True, False, or a dict of torch.compile's keywords")
+    known = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
+    for key in value:
+        if key not in known:
+            raise ConfigError(
+                f"{name}: torch.compile has no {key!r}{nearest(str(key), known)} (known: {', '.join(known)})"
+            )
+    return dict(value)
+
+
+def step_of(session: Session) -> Callable[..., Any]:
+    """Returns the module's ``training_step``, compiled where the Trainer is told to; raises where that cannot be."""
+    step, options = session.module.training_step, session.settings.compile
+    if options is None:
+        return step
+    reason = _reason_against(session)
+    if reason:
+        raise ConfigError(f"compile: {reason}")
+    compiled: Callable[..., Any] = torch.compile(step, **options)
+    attachment, tape = session.attachment, LogTape()
+    stand_in: Any = tape
+
+    def run(*batch: Any) -> Any:
+        if dispatch_modes():  # what looks on, such as a counter of FLOPs, has to see the step as it is written
+            return step(*batch)
+        metrics, attachment.metrics = attachment.metrics, stand_in
+        try:
+            output = compiled(*batch)
+        finally:
+            attachment.metrics = metrics
+            calls, tape.calls = tape.calls, []
+        if metrics is not None:  # else nothing is logged
+            for call in calls:
+                metrics.keep(*call)
+        return output
+
+    return run
+
+
+def _reason_against(session: Session) -> str:
+    level: Any = getattr(session.precision, "level", None)
+    if not session.module.automatic_optimization:
+        return (
+            "manual optimization calls backward and updates within training_step; call torch.compile on what it calls"
+        )
+    if session.strategy.name == "fsdp":
+        return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give 'ddp' or 'delayed_ddp'"
+    casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)
+    if casts:
+        return (
+            f"precision {session.precision.name!r} casts at the modules that the step calls, which a compiler does not see "
+            "through; give 'O1', 'O4' or 'bf16-true'"
+        )
+    return ""

@@ -1,0 +1,160 @@
+"""Trainer(compile=...): a compiled step trains as an eager one does, whole, and logs the same; what cannot be is refused.
+
+Backends here are those that generate no code: for torch's default one a C compiler has to be there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from fabricamp import Callback, ConfigError
+from fabricamp.callbacks import ThroughputMonitor
+from fabricamp.loggers import Logger
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
+
+WHOLE = {"backend": "eager", "fullgraph": True}  # a break of the graph is an error
+
+
+class Logs(Classifier):
+    """Has BatchNorm and dropout, and logs in every way, a value too that it changes behind the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+        self.net.insert(2, torch.nn.Dropout(0.3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        edited = logits.detach().mean()
+        self.log_dict({"mean": edited, "number": 2.0}, on_step=True)
+        edited.mul_(100.0)
+        return loss
+
+
+def fit(module, **options):
+    rows = []
+    trainer = quiet_trainer(**{"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0, **options})
+    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
+        lambda row, step: rows.append((step, dict(row)))
+    )
+    torch.manual_seed(3)
+    trainer.fit(module, loader(26), loader(8))  # the last batch is shorter
+    return trainer, rows
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("O0", 1), ("O1", 2), ("O4", 4), ("bf16-true", 1)])
+def test_the_bits_and_values_are_those_of_an_eager_step(precision, accumulate):
+    found = []
+    # Of half precision "aot_eager" rounds at other places.
+    backend = "aot_eager" if precision == "O0" else "eager"
+    for compiled in (False, {**WHOLE, "backend": backend}):
+        module = Logs()
+        options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+        trainer, rows = fit(module, compile=compiled, **options)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append(([one.tolist() for one in module.parameters()], rows, values, list(module.state_dict())))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 2
+
+
+def test_it_is_what_runs_and_compiled_once():
+    graphs, runs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *given: runs.append(1) or graph(*given)
+
+    module = Logs()
+    fit(module, compile={"backend": backend, "fullgraph": True})
+    assert len(graphs) <= 2  # one more for other sizes, unless torch has seen before that they change
+    assert len(runs) == 14
+    assert not any("_orig_mod" in name for name in module.state_dict())
+    assert "training_step" not in vars(module)
+
+
+class Saves(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches_done == 9:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_run_goes_on_compiled_or_not(tmp_path):
+    straight = Logs()
+    options = {"accumulate_grad_batches": 2}
+    fit(straight, compile=WHOLE, callbacks=[Saves(tmp_path / "cut.ckpt")], **options)
+    weights = torch.load(tmp_path / "cut.ckpt", weights_only=True)["state_dict"]
+    assert list(weights) == list(straight.state_dict())
+    for compiled in (WHOLE, False):
+        resumed = Logs()
+        trainer = quiet_trainer(max_epochs=2, compile=compiled, num_sanity_val_steps=0, **options)
+        trainer.fit(resumed, loader(26), loader(8), ckpt_path=tmp_path / "cut.ckpt")
+        assert all(map(torch.equal, resumed.parameters(), straight.parameters()))
+
+
+def of_ranks():
+    """By strategy: whether a compiled step leaves the bits of an eager one."""
+    found = {}
+    for strategy in ("ddp", "delayed_ddp"):
+        ends = []
+        for compiled in (False, WHOLE):
+            module = Logs()
+            options = {"strategy": strategy, "devices": "auto", "max_epochs": 1, "compile": compiled}
+            torch.manual_seed(3)
+            quiet_trainer(**options, accumulate_grad_batches=2).fit(module, loader(48))
+            ends.append([one.tolist() for one in module.parameters()])
+        found[strategy] = ends[0] == ends[1]
+    return found, dist.get_rank()
+
+
+def test_two_ranks():
+    assert run_ranks(of_ranks, 2) == [({"ddp": True, "delayed_ddp": True}, rank) for rank in range(2)]
+
+
+def test_flops_are_counted_beside_it():
+    class Silent(Logger):
+        def log_metrics(self, metrics, step):
+            pass
+
+    module, monitor = Logs(), ThroughputMonitor()
+    fit(module, compile=WHOLE, callbacks=[monitor], logger=Silent())
+    eager = Logs()
+    fit(eager)
+    assert monitor.flops_per_batch > 0
+    assert all(map(torch.equal, module.parameters(), eager.parameters()))
+
+
+def test_nothing_is_logged_in_a_barebones_run():
+    module = Logs()
+    trainer = quiet_trainer(max_epochs=1, compile=WHOLE, barebones=True)
+    trainer.fit(module, loader(24))
+    assert not trainer.callback_metrics
+
+
+class ByHand(Classifier):
+    automatic_optimization = False
+
+
+REFUSED = {
+    "graph": ({"cuda_graph": "auto"}, Logs, "compile and cuda_graph"),
+    "by hand": ({}, ByHand, "manual optimization calls backward"),
+    "fsdp": ({"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers"),
+    "O2": ({"precision": "O2"}, Logs, "precision 'O2' casts at the modules"),
+    "O5": ({"precision": "O5"}, Logs, "precision 'O5' casts at the modules"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(case):
+    options, make, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words):
+        quiet_trainer(compile=True, max_epochs=1, **options).fit(make(), loader())
