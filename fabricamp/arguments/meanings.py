@@ -88,7 +88,7 @@ _ROWS: Final = {
         "activation_checkpointing*": "call torch.utils.checkpoint.checkpoint in the module's forward",
         "auto_wrap_policy": "write units=[...] with the classes of the repeated layers",
         "cpu_offload offload": "parameters in host memory are not offered: leave it out",
-        "data_parallel_size device_mesh replicate": "leave it out: all ranks share one copy of the module",
+        "data_parallel_size device_mesh": "write replicate= with the number of copies of the module (1: all ranks share one)",
         "mixed_precision": "write Trainer(precision=...)",
         "parallelize tensor_parallel_size": "tensor parallelism is not offered: leave it out",
         "save_distributed_checkpoint state_dict_type": "leave it out: a checkpoint is a folder that all ranks write",

@@ -39,6 +39,7 @@ class FSDP(ProcessGroupStrategy):
 
     Args:
         units: "auto" finds repeated layers by structure; else a list of the classes whose modules are gathered one by one.
+        replicate: how many copies of the module there are, each shared by as many ranks (HSDP); copies exchange gradients alone.
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
             keeps them, a number of ranks keeps a larger part of them.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
@@ -59,17 +60,20 @@ class FSDP(ProcessGroupStrategy):
         self,
         units: Literal["auto"] | Sequence[type[nn.Module]] = "auto",
         *,
+        replicate: int = 1,
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
         self.units = _checked_units(units)
+        self.replicate = _checked_copies(replicate)
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
         self._steps: dict[str, Any] = {}
         self._module: nn.Module | None = None
         self._trained: dict[str, bool] = {}
         self._mesh: Any = None
+        self._sharing: dist.ProcessGroup | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
@@ -87,9 +91,7 @@ class FSDP(ProcessGroupStrategy):
             first.give(module.modules())  # in host memory
         exchange = Exchange(1, DEFAULT_BUCKET_MB)
         sizes, kinds = [one.size for one in units], described(units)
-        from torch.distributed.device_mesh import init_device_mesh
-
-        self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        self._mesh = self._mesh_of_ranks()
         for unit in units:
             modules = own_modules(unit, units)
             first.give(modules)
@@ -160,8 +162,8 @@ class FSDP(ProcessGroupStrategy):
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
 
     def reduce_statistics(self, statistics: Tensor) -> None:
-        """Sums gradient statistics over the ranks, each of which has them of its part."""
-        dist.all_reduce(statistics)
+        """Sums gradient statistics over the ranks that share a copy, each of which has them of its part."""
+        dist.all_reduce(statistics, group=self._sharing)
 
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
@@ -171,7 +173,7 @@ class FSDP(ProcessGroupStrategy):
         gc.collect()
         if self._mesh is not None:
             vars(self._mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
-        self._mesh = None
+        self._mesh = self._sharing = None
         super().teardown()
 
     def _check_new(self, module: nn.Module) -> None:
@@ -184,12 +186,27 @@ class FSDP(ProcessGroupStrategy):
             )
 
     def _check_ranks(self) -> None:
-        after = self.reshard_after_forward
-        if not isinstance(after, bool) and (after >= self.world_size or self.world_size % after):
+        after, (sharing, rest) = self.reshard_after_forward, divmod(self.world_size, self.replicate)
+        if rest:
             raise ConfigError(
-                f"FSDP(reshard_after_forward={after}) has to divide the number of ranks, {self.world_size}, and be less; or give "
-                "True or False"
+                f"FSDP(replicate={self.replicate}) has to divide the number of ranks, {self.world_size}; give that of machines"
             )
+        if not isinstance(after, bool) and (after >= sharing or sharing % after):
+            raise ConfigError(
+                f"FSDP(reshard_after_forward={after}) has to divide the number of ranks that share a copy, {sharing}, and be less; "
+                "or give True or False"
+            )
+
+    def _mesh_of_ranks(self) -> Any:
+        """The ranks as torch's mesh: neighbours share a copy."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.replicate == 1:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        sizes = (self.replicate, self.world_size // self.replicate)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        self._sharing = mesh.get_group("shard")
+        return mesh
 
     def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
         """Gives every rank rank 0's values of what these modules own, on the device."""
@@ -227,6 +244,7 @@ class FSDP(ProcessGroupStrategy):
     def _told(self, module: nn.Module, kinds: str, sizes: Sequence[int]) -> str:
         here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
         kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
+        kept += f", {self.replicate} copies" if self.replicate > 1 else ""
         return (
             f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
             f"gathered at once{kept}"
@@ -286,6 +304,14 @@ def _checked_units(units: object) -> Any:
             f"FSDP(units={units!r:.200}) has to be 'auto', or a list of classes of submodules, such as units=[Block]"
         )
     return given
+
+
+def _checked_copies(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(
+        f"FSDP(replicate={value!r}) has to be a whole number from 1: how many copies of the module there are"
+    )
 
 
 def _checked_reshard(value: object) -> bool | int:

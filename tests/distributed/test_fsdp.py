@@ -388,11 +388,21 @@ def test_a_file_of_one_process_goes_on_sharded(ranks, alone):
 
 def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder, alone):
     def resumed(batch_size):
-        return {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in RESUMED[:3]}
+        found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in RESUMED[:3]}
+        if batch_size == 2:  # two copies, each of two ranks
+            path = folder / "copies.ckpt"
+            for cell in (CELLS[3], CELLS[4]):
+                found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=path)
+            found["resumed"] = fitted(CELLS[4], FSDP(replicate=2), batch_size, ckpt_path=path)
+        return found
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {number: run_ranks(resumed, number, 8 // number)[0] for number in (4, 1)}
+    copies = {cell: found[4].pop(("copies", cell))[0] for cell in (CELLS[3], CELLS[4])}
+    for cell, weights in copies.items():
+        assert (weights - alone(cell)[0]).abs().max() < 1e-6, cell
+    assert torch.equal(found[4].pop("resumed")[0], copies[CELLS[4]])
     for number, cells in found.items():
         for cell, (weights, _) in cells.items():
             straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell[0] == "O0" else 2e-3

@@ -57,9 +57,12 @@ def test_shards_are_refused_where_norms_are_of_whole_parameters(mesh, kind):
 
 
 @pytest.mark.parametrize("kind", [FusedAdagrad, FusedAdam, FusedLion, FusedSGD])
-def test_of_shards_a_rank_updates_its_part(mesh, kind):
+def test_of_shards_a_rank_updates_its_part(mesh, kernel_device, kind):
+    here = mesh if kernel_device.type == "cpu" else torch.distributed.init_device_mesh("cuda", (2,))
+
     def stepped(make):
-        weights = [nn.Parameter(make(torch.arange(6.0).view(2, 3))), nn.Parameter(torch.ones(3))]
+        own = torch.arange(6.0, device=kernel_device).view(2, 3)
+        weights = [nn.Parameter(make(own)), nn.Parameter(torch.ones(3, device=kernel_device))]
         optimizer = kind(weights, lr=0.1)
         for _ in range(2):
             for one in weights:
@@ -67,10 +70,11 @@ def test_of_shards_a_rank_updates_its_part(mesh, kind):
             optimizer.step()
         return [getattr(one, "_local_tensor", one).detach() for one in weights]
 
-    parts = stepped(lambda own: DTensor.from_local(own, mesh, [Shard(0)]))
+    parts = stepped(lambda own: DTensor.from_local(own, here, [Shard(0)]))
     assert all(map(torch.equal, parts, stepped(lambda own: own)))
     # A rank that has nothing of a parameter has no row for it.
-    nothing = nn.Parameter(DTensor.from_local(torch.ones(0, 3), mesh, [Shard(0)], shape=(1, 3), stride=(3, 1)))
+    none = torch.ones(0, 3, device=kernel_device)
+    nothing = nn.Parameter(DTensor.from_local(none, here, [Shard(0)], shape=(1, 3), stride=(3, 1)))
     nothing.grad = torch.ones_like(nothing)
     optimizer = kind([nothing], lr=0.1)
     optimizer.step()
