@@ -85,6 +85,6 @@ def _reason_against(session: Session) -> str:
     if casts:
         return (
             f"precision {session.precision.name!r} casts at the modules that the step calls, which a compiler does not see "
-            "through; give 'O1', 'O4' or 'bf16-true'"
+            "through; give 'O1', 'O4' or 'bf16-true', or compile in configure_model what the step calls"
         )
     return ""
