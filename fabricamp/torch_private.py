@@ -30,6 +30,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "call_at_end_of_backward",
+    "checkpoint_activations",
     "current_backward",
     "current_stream",
     "current_stream_is_capturing",
@@ -132,6 +133,13 @@ def symmetric_memory() -> ModuleType:
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric
+
+
+def checkpoint_activations(module: torch.nn.Module) -> None:
+    """Lets ``module`` compute its activations again in backward, by hooks: the public wrapper changes names of parameters."""
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    checkpoint(module)
 
 
 def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:

@@ -85,7 +85,7 @@ _ROWS: Final = {
         "fp8 transformer-engine*": "8-bit floats are not offered",
     },
     "FSDP": {
-        "activation_checkpointing*": "call torch.utils.checkpoint.checkpoint in the module's forward",
+        "activation_checkpointing_policy": "write activation_checkpointing=[...] with classes",
         "auto_wrap_policy": "write units=[...] with the classes of the repeated layers",
         "cpu_offload offload": "parameters in host memory are not offered: leave it out",
         "data_parallel_size device_mesh": "write replicate= with the number of copies of the module (1: all ranks share one)",

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.first_values import FirstValues, fills_others
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
-from fabricamp.strategies.units import Unit, described, own_modules, units_of
+from fabricamp.strategies.units import Unit, described, of_classes, own_modules, units_of
+from fabricamp.torch_private import checkpoint_activations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class FSDP(ProcessGroupStrategy):
         replicate: how many copies of the module there are, each shared by as many ranks (HSDP); copies exchange gradients alone.
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
             keeps them, a number of ranks keeps a larger part of them.
+        activation_checkpointing: classes whose modules compute their activations again in backward.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
@@ -62,10 +64,12 @@ class FSDP(ProcessGroupStrategy):
         *,
         replicate: int = 1,
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
+        activation_checkpointing: Sequence[type[nn.Module]] = (),
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
-        self.units = _checked_units(units)
+        self.units = units if units == "auto" else _checked_classes("units", units)
+        self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = _checked_copies(replicate)
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
@@ -84,6 +88,8 @@ class FSDP(ProcessGroupStrategy):
         units = units_of(module, self.units)
         self._undo, self._module = Undo(module), module
         self._trained = {name: one.requires_grad for name, one in module.named_parameters()}
+        for _, one in of_classes(module, self.activation_checkpointing, "activation_checkpointing"):
+            checkpoint_activations(one)  # before the hooks that gather
         missing = self.broadcast([name for name, one in _tensors_of(module) if one.is_meta])
         together = self.rank == 0 and bool(missing) and fills_others(module, {one.module for one in units})
         first = FirstValues(module, _CPU if together else self.device, fills=self.rank == 0)
@@ -290,20 +296,15 @@ def _bytes(number: int) -> str:
     return f"{number} bytes"
 
 
-def _checked_units(units: object) -> Any:
-    if units == "auto":
-        return units
-    if isinstance(units, str):
+def _checked_classes(name: str, given: object) -> list[type[nn.Module]]:
+    listed = list(given) if isinstance(given, (list, tuple, set)) else []
+    wrong = [one for one in listed if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    if wrong or not isinstance(given, (list, tuple, set)) or (name == "units" and not listed):
+        also = "'auto', or " if name == "units" else ""
         raise ConfigError(
-            f"FSDP(units={units!r}) is not known{nearest(units, ['auto'])}; give 'auto' or a list of classes"
+            f"FSDP({name}={given!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
         )
-    given = list(units) if isinstance(units, (list, tuple, set)) else [units]
-    wrong = [one for one in given if not (isinstance(one, type) and issubclass(one, nn.Module))]
-    if wrong or not given or not isinstance(units, (list, tuple, set)):
-        raise ConfigError(
-            f"FSDP(units={units!r:.200}) has to be 'auto', or a list of classes of submodules, such as units=[Block]"
-        )
-    return given
+    return listed
 
 
 def _checked_copies(value: object) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_TORCHS: Final = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 _HOOKS: Final = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -49,8 +50,8 @@ class Undo:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether ``fully_shard`` registered it."""
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
+    """Whether ``fully_shard`` registered it, or what computes activations again."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
 
 
 def replace_shards(module: nn.Module, make: Callable[[Any], Tensor]) -> None:

@@ -38,7 +38,7 @@ def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list
     Raises :class:`ConfigError` for classes that it has none of, for parameters that two units share, and where one unit holds more
     than half of a large module's weights.
     """
-    chosen = _repeated(module) if isinstance(wanted, str) else _of_classes(module, wanted)
+    chosen = _repeated(module) if isinstance(wanted, str) else of_classes(module, wanted, "units")
     units, taken = [], set[int]()
     for name, one in [*reversed(chosen), ("", module)]:
         own = [parameter for parameter in one.parameters() if id(parameter) not in taken]
@@ -62,24 +62,25 @@ def own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
     return list(dict.fromkeys(walk(unit.module)))
 
 
-def described(units: Sequence[Unit]) -> str:
-    """Returns of which classes the units are, the last one, which has the rest, aside."""
-    kinds = Counter(type(one.module).__name__ for one in units[:-1])
-    listed = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    return f"{listed} and the rest" if listed else "the module as a whole"
-
-
-def _of_classes(module: nn.Module, classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
+def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: str) -> list[tuple[str, nn.Module]]:
+    """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class that has none here."""
     kinds = tuple(classes)
     found = [(name, one) for name, one in module.named_modules() if name and issubclass(type(one), kinds)]
     missing = [kind.__name__ for kind in classes if not any(isinstance(one, kind) for _, one in found)]
     if missing:
         there = sorted({type(one).__name__ for name, one in module.named_modules() if name and any(one.children())})
         raise ConfigError(
-            f"FSDP(units=[{', '.join(missing)}]): {type(module).__name__} has no submodule of this class; it has "
-            f"{', '.join(there) or 'none that has submodules'}, or give units='auto'"
+            f"FSDP({option}=[{', '.join(missing)}]): {type(module).__name__} has no submodule of this class; it has "
+            f"{', '.join(there) or 'none that has submodules'}, leave the others out"
         )
     return [(name, one) for name, one in found if _has_parameters(one)]
+
+
+def described(units: Sequence[Unit]) -> str:
+    """Returns of which classes the units are, the last one, which has the rest, aside."""
+    kinds = Counter(type(one.module).__name__ for one in units[:-1])
+    listed = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    return f"{listed} and the rest" if listed else "the module as a whole"
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -98,7 +98,7 @@ def test_units_that_cannot_be_are_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"units": "all"}, r"FSDP\(units='all'\) is not known; give 'auto' or a list of classes"),
+        ({"units": "all"}, r"FSDP\(units='all'\) has to be 'auto', or a list of classes"),
         ({"units": []}, "has to be 'auto', or a list of classes"),
         ({"units": [nn.Linear(1, 1)]}, "has to be 'auto', or a list of classes"),
         (
@@ -110,7 +110,8 @@ def test_units_that_cannot_be_are_refused():
         ({"replicate": 0}, r"FSDP\(replicate=0\) has to be a whole number from 1"),
         ({"device_mesh": None}, "has no argument 'device_mesh'; write replicate= with the number of copies"),
         ({"offload": True}, "parameters in host memory are not offered"),
-        ({"activation_checkpointing": [nn.Linear]}, "call torch.utils.checkpoint"),
+        ({"activation_checkpointing": nn.Linear}, r"has to be a list of classes of submodules"),
+        ({"activation_checkpointing_policy": {nn.Linear}}, r"write activation_checkpointing=\[...\]"),
         ({"parallelize": len}, "tensor parallelism is not offered"),
         ({"auto_wrap_policy": len}, r"write units=\[...\]"),
         ({"sharding_strategy": "FULL_SHARD"}, "reshard_after_forward='zero3'"),
@@ -172,6 +173,7 @@ class Unfreezing(Callback):
         (Classifier, {"precision": "64-true"}, "precision 'O3' with a strategy that shards is not offered"),
         (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks that share a copy, 1"),
+        (Classifier, {"strategy": FSDP(activation_checkpointing=[nn.Conv2d])}, r"g=\[Conv2d\]\): Classifier has no"),
         (Classifier, {"strategy": FSDP(replicate=2)}, r"FSDP\(replicate=2\) has to divide the number of ranks, 1"),
         (Manual, {}, "automatic_optimization=False is not offered"),
         (Unfilled, {}, "scale, table of Unfilled were built on the meta device, and no module gives them values"),
@@ -279,3 +281,31 @@ def test_batch_norm_is_gathered_in_fp32_and_what_the_step_calls_gives_fp32(level
     half = torch.float16 if level == "O2" else torch.bfloat16
     assert seen == {"half": (half, half), "norm": torch.float32, "table": half, "out": torch.float32}
     assert torch.allclose(together, trained("single"), atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_activations_are_computed_again_to_the_same_bits_under_the_same_names(level):
+    calls = []
+
+    class Noisy(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.net.insert(2, nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2)))
+            self.net[2][0].register_forward_hook(lambda *_: calls.append(1))
+
+    def trained(**options):
+        calls.clear()
+        torch.manual_seed(0)
+        module = Noisy()
+        names = list(module.state_dict())
+        strategy = FSDP([nn.Linear], **options)
+        quiet_trainer(strategy=strategy, max_steps=3, precision=level).fit(module, loader(16, 4))
+        assert list(module.state_dict()) == names
+        return torch.cat([one.flatten() for one in module.state_dict().values()]), len(calls), module
+
+    straight, once, _ = trained()
+    again, twice, module = trained(activation_checkpointing=[nn.Sequential])
+    assert torch.equal(straight, again)
+    assert (once, twice >= 2 * once) == (3, True)
+    module.net(torch.ones(1, 8)).sum().backward()
+    assert len(calls) == twice + 1  # nothing of it stays
