@@ -11,6 +11,7 @@ import pytest
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.callbacks._cadence import Every, validation_times
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -54,12 +55,18 @@ def test_steps_and_epochs(interval, options, at):
     assert fitted(interval, **options).at == at
 
 
-@pytest.mark.parametrize("interval", ["0.1 s", timedelta(seconds=0.1), {"milliseconds": 100}])
-def test_a_time(interval):
+def test_a_time():
     start = time.monotonic()
-    at = fitted(interval, module=Validates(seconds=0.02), max_epochs=8).at
+    at = fitted("0.1 s", module=Validates(seconds=0.02), max_epochs=8).at
     assert 2 <= len(at) <= (time.monotonic() - start) / 0.1  # however slow the host is
     assert at == sorted(set(at))
+
+
+@pytest.mark.parametrize(
+    "interval", ["90 s", "1.5 min", "00:00:01:30", timedelta(seconds=90), {"minutes": 1, "seconds": 30}]
+)
+def test_words_for_a_time(interval):
+    assert validation_times(interval) == Every(interval=timedelta(seconds=90))
 
 
 def test_checkpoints_have_the_same_words(tmp_path):
