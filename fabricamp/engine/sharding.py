@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fabricamp.callbacks.amp_state import AmpState
 from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 _REFUSED = {
+    AmpState: "a script's file holds whole weights; use ModelCheckpoint",
     AsyncCheckpoint: "use ModelCheckpoint, whose folder all ranks write",
     BatchSizeFinder: "find it with strategy='single' on a smaller model",
     LearningRateFinder: "find it with strategy='single' on a smaller model",

@@ -13,6 +13,7 @@ from torch import nn
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import (
     EMA,
+    AmpState,
     AsyncCheckpoint,
     DivergenceCheck,
     GradientMonitor,
@@ -157,6 +158,7 @@ class Unfreezing(Callback):
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
+        (Classifier, {"callbacks": AmpState()}, "AmpState with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": EMA(0.9)}, "EMA with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging with strategy='fsdp'"),
         (
