@@ -43,7 +43,7 @@ def stand_in(**overrides):
         "progress_bar_metrics": {},
         "lr_scheduler_configs": [],
         "precision_plugin": SimpleNamespace(verdicts=None),
-        "state": SimpleNamespace(batch_idx=0),
+        "state": SimpleNamespace(batch_idx=0, runs_as=""),
     }
     return SimpleNamespace(**known | overrides)
 
@@ -168,7 +168,7 @@ def test_a_hundred_lines_are_free_then_one_a_second_and_the_last_one_stays(clock
 
 
 def test_resumed_epoch_goes_on_where_it_was_and_does_not_count_what_others_ran(clock, capsys):
-    bar, trainer = ProgressBar(), stand_in(state=SimpleNamespace(batch_idx=2))
+    bar, trainer = ProgressBar(), stand_in(state=SimpleNamespace(batch_idx=2, runs_as=""))
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 10.0)
     assert capsys.readouterr().out.splitlines()[0] == "epoch 1/3  3/4  step 0  10.0 s/it"

@@ -110,6 +110,7 @@ def as_read(path):
         "interrupted": False,
         "closed": True,
         "validations": 0,
+        "skipped_before": 0,
         **state["loops"]["fit"],
     }
     for metrics in state["loops"]["fit"]["metrics"]:  # what earlier files have no word of
