@@ -13,7 +13,7 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # Checkpoints are flushed to the disk, milliseconds each time: the tests' folders are in memory where that takes 4 GB and programs.
 SHM_FREE := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 { print "yes" }')
 SHM_RUNS := $(shell grep -qs '^[^ ]* /dev/shm .*noexec' /proc/mounts || echo yes)
-IN_MEMORY := $(if $(and $(SHM_FREE),$(SHM_RUNS)),TMPDIR=/dev/shm)
+IN_MEMORY := $(if $(and $(SHM_FREE),$(SHM_RUNS)),PYTEST_DEBUG_TEMPROOT=/dev/shm)
 PYTEST := $(IN_MEMORY) $(BIN)/python -m pytest -o tmp_path_retention_count=1
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
