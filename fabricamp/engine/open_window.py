@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from fabricamp.checkpoint.placing import placed_gradients
 from fabricamp.checkpoint.record import Section
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import is_shard, local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
+_ALIGNMENT: Final = 16
+"""Bytes that kernels load at once."""
 _LOG = logging.getLogger("fabricamp")
 
 
@@ -99,7 +101,7 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
             gradients[name] = own.detach() if is_shard(own) else _stacked(own.detach(), strategy)
     return {
         **window,
-        **({"sharded": True} if any(map(is_shard, gradients.values())) else {}),
+        **_of_shards(gradients),
         "gradients": gradients,
         "held": everywhere,
         "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
@@ -125,8 +127,26 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
     strategy.resume_window()
     for name in held:
         parameter = parameters[name]
-        parameter.grad = gradients[name].to(parameter.device, copy=True)
+        parameter.grad = copied = gradients[name].to(parameter.device, copy=True)
+        if is_shard(copied):
+            copied._local_tensor = at_offset(local(copied), window.get("offsets", {}).get(name, 0))
     return ""
+
+
+def _of_shards(gradients: dict[str, Any]) -> dict[str, Any]:
+    """What a window says of gradients that are sharded: torch lays parts one behind the other, not each on an address of its own.
+
+    Kernels sum what is not aligned in another order, so a run that goes on has them at the same offsets.
+    """
+    offsets = {name: local(one).data_ptr() % _ALIGNMENT for name, one in gradients.items() if is_shard(one)}
+    return {"sharded": True, "offsets": offsets} if offsets else {}
+
+
+def at_offset(tensor: Tensor, offset: int) -> Tensor:
+    """Returns a copy of ``tensor`` that begins so many bytes behind a multiple of 16."""
+    start = offset // tensor.element_size()
+    memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return memory[start:].view(tensor.shape).copy_(tensor)
 
 
 def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fabricamp.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from fabricamp.engine.open_window import at_offset
 from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -311,3 +312,13 @@ def test_activations_are_computed_again_to_the_same_bits_under_the_same_names(le
     assert (once, twice >= 2 * once) == (3, True)
     module.net(torch.ones(1, 8)).sum().backward()
     assert len(calls) == twice + 1  # nothing of it stays
+
+
+@pytest.mark.parametrize("offset", [0, 4, 12])
+def test_gradients_of_an_open_window_come_back_at_their_offset(offset):
+    """Kernels sum in another order where 16 bytes cannot be loaded at once."""
+    part = torch.randn(17, 3)
+    found = at_offset(part, offset)
+    assert found.data_ptr() % 16 == offset
+    assert torch.equal(found, part)
+    assert at_offset(torch.empty(0, 3), offset).shape == (0, 3)
