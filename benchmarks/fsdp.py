@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,21 +250,30 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    results = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {}
+    rows = json.loads(options.out.read_text())["rows"] if options.out is not None and options.out.exists() else []
+    done = {(row["network"], row["way"]) for row in rows}
     steps, warm_up = (6, 2) if options.quick else (options.steps, 8)
     for name in options.cells:
         for way in options.ways:
-            key = f"{name}, {way}"
-            if key in results:
+            if (name, way) in done:
                 continue
-            results[key] = measured(TINY if options.quick else CELLS[name], way, steps, warm_up, device)
+            found = measured(TINY if options.quick else CELLS[name], way, steps, warm_up, device)
+            rows.append({"network": name, "way": way, **found})
             if dist.get_rank() == 0:
-                print(key, results[key], flush=True)
+                print(name, way, found, flush=True)
                 if options.out is not None:
-                    machine = torch.cuda.get_device_name(device) if cuda else "CPU"
-                    results["machine"] = f"{dist.get_world_size()} x {machine}, torch {torch.__version__}"
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+                    options.out.write_text(json.dumps({**about(device), "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
+
+
+def about(device: torch.device) -> dict[str, str]:
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {
+        "device": f"{dist.get_world_size()} x {machine}",
+        "torch": torch.__version__,
+        "date": str(datetime.now(UTC).date()),
+        "command": "torchrun --nproc_per_node=2 benchmarks/fsdp.py",
+    }
 
 
 if __name__ == "__main__":
