@@ -27,6 +27,14 @@ Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
 AXIS = "trainer/global_step"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _anew():
+    """The package reads its variables once a process: another test may have let it do so, with other ones."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch, tmp_path):
     """No network, ever, and no run that a test leaves open."""
