@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import partial
 
 import pytest
 import torch
 
 from fabricamp import ConfigError
 from fabricamp.engine.performance import PROFILES, as_performance
+from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -139,14 +141,26 @@ def test_settings_under_their_new_names_come_back_too():
             place.fp32_precision = before
 
 
-def test_what_the_process_had_frozen_stays_so():
-    gc.freeze()
-    try:
-        with unchanged():
-            fit("safe")
-        assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
+def frozen_objects(*, before):
+    """How many objects are frozen while a fit runs, and behind it; in a process of its own, whose heap is nobody else's."""
+
+    class Look(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.frozen = gc.get_freeze_count()
+
+    gc.unfreeze()
+    if before:
+        gc.freeze()
+    module = Look()
+    fit("safe", module)
+    return module.frozen, gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_the_process_had_frozen_stays_so(before):
+    ((meanwhile, behind),) = run_ranks(partial(frozen_objects, before=before), 1, backend=None)
+    assert meanwhile > 0
+    assert (behind > 0) is before
 
 
 CONTRADICTIONS = {
