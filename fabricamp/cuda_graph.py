@@ -20,7 +20,7 @@ class CudaGraph(NamesKeywords):
     """How a training step is captured as a CUDA graph.
 
     Args:
-        warmup: how many batches of a shape run eagerly before that shape is captured; they are steps like all others.
+        warmup: at which batch of a shape that shape is captured; those before it run eagerly, and are steps like all others.
         shapes: how many shapes of batches are captured at most; others run eagerly.
         check_every: compares a replay with an eager step, bit by bit, every so many replays; 0: the first one of a shape only.
         required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.

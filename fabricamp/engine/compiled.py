@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 
-class LogTape:
+class HeldLogs:
     """Stands before the metrics of a run while compiled code runs: that only appends, which breaks no graph."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ def step_of(session: Session) -> Callable[..., Any]:
     if reason:
         raise ConfigError(f"compile: {reason}")
     compiled: Callable[..., Any] = torch.compile(step, **options)
-    attachment, tape = session.attachment, LogTape()
-    stand_in: Any = tape
+    attachment, held = session.attachment, HeldLogs()
+    stand_in: Any = held
 
     def run(*batch: Any) -> Any:
         if dispatch_modes():  # what looks on, such as a counter of FLOPs, has to see the step as it is written
@@ -64,7 +64,7 @@ def step_of(session: Session) -> Callable[..., Any]:
             output = compiled(*batch)
         finally:
             attachment.metrics = metrics
-            calls, tape.calls = tape.calls, []
+            calls, held.calls = held.calls, []
         if metrics is not None:  # else nothing is logged
             for call in calls:
                 metrics.keep(*call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from fabricamp.engine.graph.captured import Captured, reason_of
 from fabricamp.engine.graph.logs import LogTape
 from fabricamp.engine.graph.metric_states import same_bits
 from fabricamp.engine.graph.refusals import refused
-from fabricamp.engine.graph.watch import StepWatch
+from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.metrics.slots import MetricTable
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
-_FEWEST_SIGHTS: Final = 2
-_MOST_IN_A_ROW: Final = 3
 
 
 class GraphEvaluation:
@@ -68,10 +66,10 @@ class GraphEvaluation:
     def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
         if key in self._graphs:
             self._captures_in_a_row += 1
-            if self._captures_in_a_row > _MOST_IN_A_ROW:
+            if self._captures_in_a_row > MOST_IN_A_ROW:
                 self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
             self.close()
-            self._seen = dict.fromkeys(self._seen, self._options.warmup - _FEWEST_SIGHTS - 1)
+            self._seen = dict.fromkeys(self._seen, self._options.warmup - FEWEST_SIGHTS - 1)
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if self.why_eager or (seen >= self._options.warmup and len(self._graphs) >= self._options.shapes):
             return self._forward(*arguments)

@@ -17,7 +17,7 @@ from fabricamp.engine.graph.comparison import StepState, compare
 from fabricamp.engine.graph.logs import LogTape
 from fabricamp.engine.graph.refusals import refused, upload_of
 from fabricamp.engine.graph.together import Stage, Together
-from fabricamp.engine.graph.watch import StepWatch
+from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.engine.update import Update
 from fabricamp.ops.peer_memory import check_peers
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
-_MOST_IN_A_ROW = 3
-_FEWEST_SIGHTS = 2
-"""How many micro-batches of a shape and role run eagerly at least: state is made in the first, and a wait found in the second."""
 _GIB = 2**30
 Key: TypeAlias = tuple[Hashable, Role]
 _NUMBERS = (bool, int, float, str, tuple)
@@ -123,7 +120,7 @@ class GraphUpdate(Update):
         """Whether the micro-batch at hand may be captured: enough like it have run eagerly."""
         shapes = {shape for shape, _ in self._steps} | {key[0]}
         warmup = max(self._options.warmup, self._parts.strategy.eager_steps + 1)
-        enough = self._sights.get(key[0], 0) + 1 >= warmup and self._seen.get(key, 0) >= _FEWEST_SIGHTS
+        enough = self._sights.get(key[0], 0) + 1 >= warmup and self._seen.get(key, 0) >= FEWEST_SIGHTS
         return enough and key not in self._steps and len(shapes) <= self._options.shapes
 
     def _meet(self, key: Key | None, step: CapturedStep | None) -> bool:
@@ -183,7 +180,7 @@ class GraphUpdate(Update):
         if seen > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
         call = partial(super().run_batch, batch, batch_idx, last)
-        outputs, reason = self._watch.run(call, compares=seen > 1, looks=seen == _FEWEST_SIGHTS)
+        outputs, reason = self._watch.run(call, compares=seen > 1, looks=seen == FEWEST_SIGHTS)
         if reason:
             self._give_up(reason)
         return outputs
@@ -296,7 +293,7 @@ class GraphUpdate(Update):
     def _count_capture(self, stale: CapturedStep) -> None:
         """A value that is another one in every step would be captured in every step."""
         self._captures_in_a_row += 1
-        if self._captures_in_a_row > _MOST_IN_A_ROW:
+        if self._captures_in_a_row > MOST_IN_A_ROW:
             name = stale.constants.changed()
             what = f"the attribute {name!r}" if name else "a tensor that the step uses"
             self._give_up(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fabricamp.engine.session import Session
+
+FEWEST_SIGHTS: Final = 2
+"""How many calls of a kind run eagerly at least: state is made in the first, and a wait found in the second."""
+MOST_IN_A_ROW: Final = 3
+"""How many times in a row a call may be captured anew, without a replay in between."""
 
 
 class StepWatch:
