@@ -52,9 +52,5 @@ class WindowGradients:
 
     def bring(self, captured: Sequence[Tensor | None]) -> bool:
         """Readies the gradients of the window for a graph that adds to the ``captured`` ones; False where others are missing."""
-        present = list(map(_grad, self._module.parameters()))
-        if all(map(operator.is_, present, captured)):
-            return True
-        if [one is None for one in present] != [one is None for one in captured]:
-            return False
-        return all(map(operator.is_, self.settle(), captured))
+        present = map(_grad, self._module.parameters())
+        return all(map(operator.is_, present, captured)) or all(map(operator.is_, self.settle(), captured))
