@@ -8,6 +8,7 @@ be, so :data:`ATTRIBUTES` lists them.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ __all__ = [
     "dispatch_modes",
     "end_failed_capture",
     "exporting",
+    "forget_memory",
     "forward_derivative_level",
     "functorch_active",
     "global_forward_pre_hooks",
@@ -46,11 +48,13 @@ __all__ = [
     "is_batched_gradient",
     "is_traceable_wrapper_subclass",
     "profiler_enabled",
+    "record_memory",
     "sharded_modules",
     "sleep_on_gpu",
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
+    "write_memory",
 ]
 
 # AnyBatchNorm, AnyLoss: the base classes of all BatchNorms and of all losses have no public name.
@@ -126,6 +130,21 @@ def exporting() -> bool:
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the GPU busy: what is timed behind it does not wait for the host."""
     torch.cuda._sleep(cycles)
+
+
+def record_memory(max_entries: int) -> None:
+    """Keeps the last ``max_entries`` allocations and frees of all GPUs, with the Python frames of each."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+
+
+def write_memory(path: Path) -> None:
+    """Writes what was recorded, and what is allocated, as a pickle that https://pytorch.org/memory_viz reads."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def forget_memory() -> None:
+    """Ends the recording."""
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def symmetric_memory() -> ModuleType:

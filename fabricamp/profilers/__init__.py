@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.profilers.choice import profiler_from
+from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler
 from fabricamp.profilers.pytorch import PyTorchProfiler
 from fabricamp.profilers.simple import SimpleProfiler
 
-__all__ = ["PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "profiler_from"]
+__all__ = ["MemoryProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "profiler_from"]
 
 
 def __getattr__(name: str) -> object:

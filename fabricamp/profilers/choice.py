@@ -7,20 +7,36 @@ from typing import Any
 from fabricamp.errors import ConfigError, nearest, without_address
 from fabricamp.not_offered import lightnings
 from fabricamp.profilers.base import PassThroughProfiler
+from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler
 from fabricamp.profilers.simple import SimpleProfiler
 
-_NAMES = ("simple", "pytorch")
+_NAMES = ("simple", "pytorch", "memory")
 
 
-def profiler_from(value: Any) -> Profiler:
-    """Returns the profiler of a name, an object or None; raises :class:`ConfigError` for anything else."""
+def profiler_from(value: Any, device_type: str) -> Profiler:
+    """Returns the profiler of a name, an object or None; raises :class:`ConfigError` for anything else.
+
+    That of a GPU's memory is refused on another device, where it would write nothing.
+    """
+    profiler = _chosen(value)
+    if isinstance(profiler, MemoryProfiler) and device_type != "cuda":
+        raise ConfigError(
+            f"profiler: MemoryProfiler records the memory of a GPU, and this Trainer runs on {device_type!r}; give "
+            "accelerator='gpu', or PyTorchProfiler(profile_memory=True), whose table has the CPU's"
+        )
+    return profiler
+
+
+def _chosen(value: Any) -> Profiler:
     if value is None:
         return PassThroughProfiler()
     if isinstance(value, Profiler):
         return value
     if value == "simple":
         return SimpleProfiler()
+    if value == "memory":
+        return MemoryProfiler()
     if value == "pytorch":
         from fabricamp.profilers.pytorch import PyTorchProfiler  # torch.profiler is imported where it is asked for
 
@@ -29,6 +45,6 @@ def profiler_from(value: Any) -> Profiler:
         raise ConfigError(f"profiler: {words}")
     hint = nearest(value, _NAMES) if isinstance(value, str) else ""
     raise ConfigError(
-        f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'pytorch', or an object that derives from "
-        "fabricamp.profilers.Profiler)"
+        f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'pytorch', 'memory', or an object that "
+        "derives from fabricamp.profilers.Profiler)"
     )

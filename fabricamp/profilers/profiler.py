@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fabricamp.keywords import NamesKeywords
 
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+BATCHES: Final = {
+    "fit": "run_training_batch",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+"""The action that is one batch, by entry point."""
 
 
 class Profiler(NamesKeywords):

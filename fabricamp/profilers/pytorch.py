@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
-from fabricamp.profilers.profiler import Profiler
+from fabricamp.profilers.profiler import BATCHES, Profiler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _TIMES = ("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "cpu_memory_usage", "cuda_memory_usage")
 _SORT_KEYS = (*_TIMES, *(f"self_{name}" for name in _TIMES[2:]), "count")
-_STEPS = {"fit": "run_training_batch", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class PyTorchProfiler(Profiler):
@@ -103,7 +102,7 @@ class PyTorchProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         """Closes it; behind a step's the profiler counts one."""
         self._leave(action_name)
-        step = _STEPS.get(self._stage or "", "")
+        step = BATCHES.get(self._stage or "", "")
         if step and action_name.endswith(step) and isinstance(self.profiler, profile):
             self.profiler.step()
 

@@ -75,7 +75,7 @@ class Trainer(TrainerProperties):
             "drop" their gradients.
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
-        profiler: "simple" (a table of what took how long), "pytorch" (a trace of a few steps), or an object; None for none.
+        profiler: "simple" (a table of times), "pytorch" (a trace of a few steps), "memory" (a GPU's), an object, or None.
         nan_policy: what gradients that are inf or nan do: "skip" the step, "stop" with a checkpoint, "raise"; None: a dynamic
             loss scale skips, any other precision does not look.
         logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.
@@ -171,7 +171,7 @@ class Trainer(TrainerProperties):
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)
-        self.profiler = profiler_from(given["profiler"])
+        self.profiler = profiler_from(given["profiler"], self.device_type)
         self.state = RunState()
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None

@@ -12,7 +12,7 @@ import torch
 from fabricamp import Callback, ConfigError
 from fabricamp.engine.loop import FitLoop
 from fabricamp.loggers import CSVLogger
-from fabricamp.profilers import PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from fabricamp.profilers import MemoryProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from fabricamp.profilers.phases import PhaseClock
 from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
@@ -318,6 +318,17 @@ def test_a_search_is_not_counted():
     Tuner(trainer).lr_find(Classifier(), loader(), num_training=3)
     assert profiler.recorded_durations == {}
     assert trainer.profiler is profiler
+
+
+def test_a_memory_of_a_gpu_is_refused_where_there_is_none():
+    for profiler in ("memory", MemoryProfiler(active=None)):
+        with pytest.raises(
+            ConfigError, match=r"runs on 'cpu'; give accelerator='gpu', or PyTorchProfiler\(profile_memory"
+        ):
+            quiet_trainer(profiler=profiler)
+    for wrong in ({"wait": -1}, {"active": 0}, {"max_entries": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.* is not allowed"):
+            MemoryProfiler(**wrong)
 
 
 def on_two_ranks():

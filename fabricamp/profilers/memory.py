@@ -1,0 +1,95 @@
+"""What a GPU's memory was asked for in a window of steps, by whom: a snapshot for pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.arguments.checks import check_count, check_number
+from fabricamp.profilers.profiler import BATCHES, Profiler
+from fabricamp.torch_private import forget_memory, record_memory, write_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class MemoryProfiler(Profiler):
+    """Records each allocation on the GPU with its Python frames, and writes a snapshot that https://pytorch.org/memory_viz shows.
+
+    By default from the beginning of the run, so that weights and the optimizer's states are known too, to the end of the third
+    batch.  An error within the window, such as one for lack of memory, ends it: what led to it is in the file.
+    ``"fit-memory.pickle"`` stands in the folder of the logs, on several processes one of each (``"fit-memory-0.pickle"``).
+
+    Args:
+        dirpath: the folder of the file; None is that of the run's logs.
+        wait: how many batches go before the window; 0 begins it with the run.
+        active: how many batches it has; None goes on to the end of the run.
+        max_entries: how many allocations and frees are kept, the last ones; each takes a few kB.
+
+    Raises:
+        ConfigError: for a number that is out of range; by the Trainer, where it runs on no GPU.
+
+    Example:
+        >>> profiler = MemoryProfiler(wait=10, active=2)  # Trainer(accelerator="gpu", profiler=profiler)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        wait: int = 0,
+        active: int | None = 3,
+        max_entries: int = 100_000,
+    ) -> None:
+        super().__init__(dirpath)
+        self.wait = check_number("wait", wait, least=0)
+        self.active = check_count("active", active, least=1, optional=True)
+        self.max_entries = check_number("max_entries", max_entries, least=1)
+        self._batches = 0
+        self._records = False
+        self._written = ""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begins the window where nothing goes before it."""
+        super().setup(stage, local_rank, log_dir)
+        self._batches, self._written = 0, ""
+        if self.wait == 0:
+            self._begin()
+
+    def stop(self, action_name: str) -> None:
+        """Counts batches; begins the window and ends it."""
+        if not action_name.endswith(BATCHES[self._stage or "fit"]):
+            return
+        self._batches += 1
+        if self._batches == self.wait:
+            self._begin()
+        elif self.active is not None and self._batches == self.wait + self.active:
+            self._end()
+
+    def summary(self) -> str:
+        """Ends the window; returns where the snapshot is, or why there is none."""
+        self._end()
+        return self._written or (
+            f"the memory of no batch was recorded: the run had {self._batches}, and MemoryProfiler(wait={self.wait}) begins behind "
+            "them; give a smaller wait"
+        )
+
+    def teardown(self, stage: str | None) -> None:
+        """Ends the window that an error has cut; says where the snapshot is."""
+        if self._records:
+            self._end()
+            if not self._local_rank:
+                print(self._written, flush=True)
+
+    def _begin(self) -> None:
+        record_memory(self.max_entries)
+        self._records = True
+
+    def _end(self) -> None:
+        if not self._records:
+            return
+        self._records = False
+        path = self._file("memory.pickle")
+        try:
+            write_memory(path)
+        finally:
+            forget_memory()
+        self._written = f"memory of {self._batches - self.wait} batches: {path}, for https://pytorch.org/memory_viz"
