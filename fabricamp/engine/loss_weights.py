@@ -111,6 +111,16 @@ def mixed() -> ConfigError:
     )
 
 
+def compare_kinds(strategy: Strategy, *, weighted: bool) -> None:
+    """Raises where losses have a weight on some ranks and none on others, which would wait for each other for ever."""
+    kinds = strategy.all_gather_object(weighted)
+    if not all(kinds) and any(kinds):
+        raise ConfigError(
+            f"training_step returned (sum, weight) on rank {kinds.index(True)} and a loss without a weight on rank "
+            f"{kinds.index(False)}; return (sum, weight) on all of them, or the mean"
+        )
+
+
 def _power_of_two(mean: Tensor, otherwise: Tensor) -> Tensor:
     """The power of two at or below ``mean``; ``otherwise`` where that is no number above 0."""
     power = mean.log2().floor().exp2()

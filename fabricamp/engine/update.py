@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fabricamp.engine.bound import bound_to
-from fabricamp.engine.loss_weights import LossWeights, mixed
+from fabricamp.engine.loss_weights import LossWeights, compare_kinds, mixed
 from fabricamp.engine.outcomes import Outcomes
 from fabricamp.engine.schedules import Schedules
 from fabricamp.engine.window import WindowTensors
@@ -71,6 +71,10 @@ class Update:
         self._advances_at_once = self.schedules.follow_steps and not (verdicts and verdicts.schedules_follow)
         alone = not (self._exchanges or self.outcomes or clip or self._advances_at_once)
         self._bound = bound_to(parts, self._optimizer, steps_alone=alone)
+        # Whether no rank knows yet of another whether its losses have a weight.
+        self._compares = automatic and parts.strategy.world_size > 1
+        if self._compares:
+            self._bound = replace(self._bound, before_backward=[self._settle_kind, *self._bound.before_backward])
         self.use(parts.step)
 
     def use(self, step: Callable[..., Any]) -> None:
@@ -178,6 +182,13 @@ class Update:
             return None
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
+    def _settle_kind(self, _: Tensor) -> None:
+        """Stands before the first backward, and is gone behind it: losses have a weight on all ranks or on none."""
+        self._bound = replace(self._bound, before_backward=self._bound.before_backward[1:])
+        if self.weights is None:
+            self._compares = False
+            compare_kinds(self._parts.strategy, weighted=False)
+
     def _clear_gradients(self, batch_idx: int) -> None:
         """Clears what the window before left: called by its first micro-batch that has a loss, after the forward."""
         optimizer = self._optimizer
@@ -241,6 +252,8 @@ class Update:
         if isinstance(loss, Tensor):
             return loss
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor):
+            if self._compares and self.weights is None:
+                compare_kinds(self._parts.strategy, weighted=True)
             return self._weigh().take(*loss)
         if output is None and self._parts.strategy.world_size == 1:
             return None
@@ -257,7 +270,7 @@ class Update:
     def _weigh(self) -> LossWeights:
         """Returns the weights of losses; from the first call on windows are divided by theirs."""
         if self.weights is None:
-            if self.loss is not None:
+            if self.loss is not None or (self._parts.strategy.world_size > 1 and not self._compares):
                 raise mixed()
             self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
             self._forward = self.weights.watched(self._forward)

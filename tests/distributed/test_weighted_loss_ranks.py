@@ -57,6 +57,20 @@ class Nothing(Tokens):
         return total * (1 - dist.get_rank()), weight * (1 - dist.get_rank())
 
 
+class OneHasNone(Tokens):
+    """Rank 1 gives the mean."""
+
+    def training_step(self, batch, batch_idx):
+        total, weight = self.summed(batch)
+        return total / weight if dist.get_rank() else (total, weight)
+
+
+def refused(strategy, module=None):
+    with pytest.raises(ConfigError) as error:
+        fitted(("O0", 3, None, "sgd"), strategy, batches(dist.get_rank()), module=module)
+    return str(error.value)
+
+
 def on_two_ranks(folder):
     own = batches(dist.get_rank())
     found = {case: fitted(case[1], STRATEGIES[case[0]](), own) for case in CASES}
@@ -66,10 +80,8 @@ def on_two_ranks(folder):
     path = folder / "open.ckpt"
     _, found["straight"] = fitted(RESUMED, "ddp", own, callbacks=[Saves(path)])
     _, found["resumed"] = fitted(RESUMED, "ddp", own, ckpt_path=path)
-    try:
-        fitted(RESUMED, DelayedDDP(gradient_average=False), own)
-    except ConfigError as error:
-        found["sum"] = str(error)
+    found["sum"] = refused(DelayedDDP(gradient_average=False))
+    found["one has none"] = [refused(make(), OneHasNone()) for make in STRATEGIES.values()]
     return found
 
 
@@ -112,3 +124,8 @@ def test_a_run_that_goes_on_within_a_window_has_the_bits_of_the_straight_one(ran
 
 def test_a_sum_over_the_ranks_is_refused(ranks):
     assert "leave gradient_average out" in ranks[1]["sum"]
+
+
+def test_a_rank_without_weights_among_others_is_refused_on_all(ranks):
+    words = "training_step returned (sum, weight) on rank 0 and a loss without a weight on rank 1; return"
+    assert [[one.startswith(words) for one in rank["one has none"]] for rank in ranks] == [[True] * len(STRATEGIES)] * 2
