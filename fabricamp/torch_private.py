@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.loss import _Loss as AnyLoss
@@ -30,6 +30,7 @@ __all__ = [
     "HashStore",
     "PrefixStore",
     "Store",
+    "TCPStore",
     "call_at_end_of_backward",
     "checkpoint_activations",
     "current_backward",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 # AnyBatchNorm, AnyLoss: the base classes of all BatchNorms and of all losses have no public name.
-# HashStore, PrefixStore, Store: torch.distributed has them too, but type checkers do not see them there.
+# HashStore, PrefixStore, Store, TCPStore: torch.distributed has them too, but type checkers do not see them there.
 # global_forward_pre_hooks: the public register_module_forward_pre_hook leaves out keyword arguments, which a boundary casts too.
 # global_optimizer_*_hooks, profiler_enabled: what Optimizer.step's wrapper asks; a step that nobody watches goes past it (10 us).
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor, or another tensor around tensors; fused optimizers refuse it.

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricamp.launch.starter import STARTED_BY, STARTER
@@ -83,25 +82,15 @@ def _unreported(agent: LocalElasticAgent) -> dict[int, ProcessFailure]:
 
 def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...]) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    # Port 0 is a free one of the system's choice: runs side by side do not clash.
-    # The address is a number: there may be no name service.
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-    )
+    from fabricamp.launch.meeting import OneMachine
+
     return WorkerSpec(
         role="rank",
         local_world_size=num_processes,
         entrypoint=entrypoint,
         args=args,
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=OneMachine(),
         max_restarts=0,
         monitor_interval=0.1,
         local_addr="127.0.0.1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import signal
@@ -332,6 +333,15 @@ def test_a_forked_function_does_not_collect_the_garbage_of_its_starter():
     finally:
         gc.enable()
     assert collect() == [os.getpid()]
+
+
+def test_a_start_looks_at_none_of_the_modules_that_are_loaded(monkeypatch):
+    """Each look of ``inspect`` goes through all of them: seconds a start, here and in a notebook."""
+    looks = []
+    with monkeypatch.context() as counted:
+        counted.setattr(inspect, "getmodule", lambda *arguments: looks.append(arguments))
+        assert run_function(max, (1, 2), 2, "fork") == 2
+    assert not looks
 
 
 def test_fork_is_refused_once_cuda_is_initialised(monkeypatch):
