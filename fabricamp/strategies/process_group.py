@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import itertools
 import math
-import os
 import time
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
@@ -15,12 +13,12 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import Environment, Strategy, check_reduction
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.meeting import store_of
 from fabricamp.torch_private import HashStore, PrefixStore, Store, default_store
 
 Value = TypeVar("Value")
@@ -44,7 +42,6 @@ _TRANSPORT = {
     torch.bfloat16: torch.float32,
 }
 
-# A second run in the same processes must not read what the first one left in the store.
 _MEETINGS = itertools.count()
 
 
@@ -222,32 +219,8 @@ class ProcessGroupStrategy(Strategy):
     def _meet(self, environment: Environment) -> Store:
         if environment.world_size == 1:
             return HashStore()
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"strategy={self.name!r} with {environment.world_size} processes meets through MASTER_ADDR and "
-                f"MASTER_PORT, but {' and '.join(missing)} is not set; start with torchrun, or set the address of the "
-                "first machine and a free port"
-            )
-        meeting = next(_MEETINGS)
-        place = (
-            os.environ["MASTER_ADDR"],
-            os.environ["MASTER_PORT"],
-            environment.rank,
-            environment.world_size,
-            os.getpid(),
-        )
-        # The store is the agent's, and outlives the workers that it restarts: they must not meet those that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"fabricamp/{attempt}/{meeting}", _rendezvous(place, self.timeout))
-
-
-@functools.cache
-def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
-    """Returns the store of these processes; kept, because its server could not start on the same port again at once."""
-    _, _, rank, world_size, _ = place
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    return cast("Store", store)
+        # A second run in the same processes must not read what the first one left in the store.
+        return PrefixStore(str(next(_MEETINGS)), store_of(environment, self.name, self.timeout))
 
 
 def _checked_timeout(timeout: float | timedelta) -> timedelta:

@@ -1,0 +1,95 @@
+"""Where the processes of one attempt find each other, and none of an earlier attempt's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import cast
+
+from torch.distributed.rendezvous import rendezvous
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.strategies.base import Environment
+from fabricamp.torch_private import PrefixStore, Store
+
+_LOOK_SECONDS = 0.01
+
+
+def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
+    """Returns the store that all ranks of this attempt share, through ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    ``name`` is the strategy's, for the :class:`ConfigError` where these are missing.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"strategy={name!r} with {environment.world_size} processes meets through MASTER_ADDR and MASTER_PORT, but "
+            f"{' and '.join(missing)} is not set; start with torchrun, or set the address of the first machine and a free port"
+        )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    return _rendezvous((address, port, environment.rank, environment.world_size, os.getpid()), timeout)
+
+
+@functools.cache
+def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
+    """Returns the store of these processes; kept, because its server could not start on the same port again at once."""
+    _, _, rank, world_size, _ = place
+    found, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store = cast("Store", found)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return PrefixStore("fabricamp", store)  # rank 0's own, which ends with it
+    return PrefixStore(f"fabricamp/{_attempt(store, rank, world_size, timeout)}", store)
+
+
+def _attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Returns a name that the ranks of this attempt have, and nobody had before.
+
+    The agent's store outlives the workers that it restarts, with all that they wrote.  The count of restarts tells no attempt: each
+    machine's agent counts by itself, and one that joins or leaves is none.  So every rank says a word of its own, and rank 0
+    answers it with the name, again where a rank says another: the first word may be that of a process that is gone.
+    """
+    if rank == 0:
+        return _named_by_first(store, world_size, timeout)
+    word = uuid.uuid4().hex
+    store.set(_word_of(rank), word)
+    store.wait([_answer_to(word)], timeout)
+    attempt = store.get(_answer_to(word)).decode()
+    store.set(_presence_of(rank, attempt), "1")
+    return attempt
+
+
+def _named_by_first(store: Store, world_size: int, timeout: timedelta) -> str:
+    attempt, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), b"")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while missing := [rank for rank in answered if not store.check([_presence_of(rank, attempt)])]:
+        if time.monotonic() > deadline:
+            raise DistributedError(
+                f"rank 0 waited {timeout.total_seconds():g} s for rank {', '.join(map(str, missing))} of {world_size} to come; "
+                "see what ended that process or holds it up"
+            )
+        for rank in missing:
+            _answer(store, rank, attempt, answered)
+        time.sleep(_LOOK_SECONDS)
+    return attempt
+
+
+def _answer(store: Store, rank: int, attempt: str, answered: dict[int, bytes]) -> None:
+    """Answers what ``rank`` has said last, once."""
+    if store.check([_word_of(rank)]) and (word := store.get(_word_of(rank))) != answered[rank]:
+        store.set(_answer_to(word.decode()), attempt)
+        answered[rank] = word
+
+
+def _word_of(rank: int) -> str:
+    return f"fabricamp/word/{rank}"
+
+
+def _answer_to(word: str) -> str:
+    return f"fabricamp/answer/{word}"
+
+
+def _presence_of(rank: int, attempt: str) -> str:
+    return f"fabricamp/{attempt}/here/{rank}"

@@ -1,0 +1,78 @@
+"""Ranks of a restarted run meet each other at the agent's store, and nobody of the attempts before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from fabricamp.errors import DistributedError
+from fabricamp.strategies import DDP, Environment
+from tests.distributed.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def join(timeout=20.0):
+    rank = int(os.environ["RANK"])
+    strategy = DDP(timeout=timeout)
+    strategy.setup_environment(Environment(rank=rank, local_rank=rank, world_size=int(os.environ["WORLD_SIZE"])), CPU)
+    return strategy
+
+
+def train_and_die():
+    strategy = join()
+    assert strategy.reduce(torch.ones(()), "sum").item() == strategy.world_size
+    for key in ("left", f"done {strategy.rank}"):
+        strategy.store.set(key, "1")
+    strategy.store.wait([f"done {rank}" for rank in range(strategy.world_size)])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_and_die():
+    """Rank 0 does not come."""
+    child = multiprocessing.get_context("fork").Process(target=join)
+    child.start()
+    time.sleep(0.5)
+    child.kill()
+    child.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def attempts(folder):
+    """Two attempts that are killed, the second one before rank 0 is there, and one that comes to its end."""
+    rank = int(os.environ["RANK"])
+    context = multiprocessing.get_context("fork")
+    for function in (train_and_die, *([wait_and_die] if rank else [])):
+        process = context.Process(target=function)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    (folder / str(rank)).touch()
+    while not (folder / "1").exists():  # agents meet before they start workers, and have ended the earlier ones
+        time.sleep(0.01)
+    # Each machine's agent counts by itself: one that failed has counted, one that restarts because another joined has not.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(1 - rank)
+    strategy = join()
+    assert not strategy.store.check(["left"])
+    total = strategy.reduce(torch.tensor(rank + 1), "sum").item()
+    strategy.teardown()
+    return total
+
+
+def test_workers_that_are_restarted_meet_whatever_their_agents_count(tmp_path):
+    assert run_ranks(attempts, 2, tmp_path, backend=None, timeout=60.0) == [3, 3]
+
+
+def wait_in_vain():
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(DistributedError, match="rank 0 waited 1 s for rank 1, 2 of 3 to come"):
+        join(timeout=1.0)
+
+
+def test_rank_0_names_those_that_do_not_come():
+    run_ranks(wait_in_vain, 1, backend=None, timeout=60.0)
