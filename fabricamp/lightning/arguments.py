@@ -46,6 +46,9 @@ KNOWN: Final = {
     "callbacks.Timer": ("duration", "interval", "verbose"),
     "callbacks.ThroughputMonitor": ("batch_size_fn", "length_fn", "kwargs"),
     "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),
+    "loggers.CometLogger": (
+        "api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix", "kwargs",
+    ),
     "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
     "loggers.MLFlowLogger": (
         "experiment_name", "run_name", "tracking_uri", "tags", "log_model", "prefix", "artifact_location", "run_id", "synchronous",
@@ -83,6 +86,11 @@ def arguments_of(value: Any, name: str, ours: type) -> dict[str, Any] | None:
         found.update({cadence: None for cadence in _CADENCES if not found[cadence]})
     defaults = inspect.signature(ours).parameters
     return {key: one for key, one in found.items() if key not in defaults or one != defaults[key].default}
+
+
+def _of_comet(kept: dict[str, Any]) -> dict[str, Any]:
+    """The project; the experiment is there by now, so whether it was to be made is over."""
+    return {"_project": kept["_project_name"], "_mode": None}
 
 
 def _of_ema(kept: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +132,7 @@ _ELSEWHERE: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "callbacks.EMAWeightAveraging": _of_ema,
     "callbacks.StochasticWeightAveraging": _of_swa,
     "callbacks.Timer": _of_timer,
+    "loggers.CometLogger": _of_comet,
     "loggers.MLFlowLogger": _of_mlflow,
     "loggers.WandbLogger": _of_wandb,
 }

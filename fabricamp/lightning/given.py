@@ -40,6 +40,7 @@ _FINDINGS: Final = {
         "best_k_models", "best_model_path", "best_model_score", "dirpath", "kth_best_model_path", "kth_value", "last_model_path",
     ),
     "callbacks.Timer": ("start_time", "end_time", "time_elapsed", "time_remaining"),
+    "loggers.CometLogger": ("_experiment", "_experiment_key"),
     "loggers.CSVLogger": ("_version",),
     "loggers.MLFlowLogger": ("_experiment_id", "_run_id"),
     "loggers.TensorBoardLogger": ("_version",),

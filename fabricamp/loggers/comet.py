@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fabricamp.arguments.checks import check_names
@@ -86,7 +87,7 @@ class CometLogger(Logger):
                 "CometLogger has no API key: set COMET_API_KEY, give api_key=..., or online=False, which needs none"
             )
         self._given = experiment_key or settings["comet.experiment_key"]
-        self._key = self._given
+        self._experiment_key = self._given
         self._goes_on = False
         self._where = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._where["mode"] = mode or "get_or_create"
@@ -107,27 +108,27 @@ class CometLogger(Logger):
     @property
     def version(self) -> str | None:
         """The key of the experiment; None until a run or the first use decides it."""
-        return self._key
+        return self._experiment_key
 
     def identity(self) -> str:
         """The experiment's key; it is not open yet, for a checkpoint may name another."""
-        self._key = self._key or _package().generate_guid()
-        return self._key
+        self._experiment_key = self._experiment_key or _package().generate_guid()
+        return self._experiment_key
 
     def join(self, identity: str) -> None:
         """Takes rank 0's key."""
-        self._key = identity
+        self._experiment_key = identity
 
     def state_dict(self) -> dict[str, Any]:
         """The experiment's key."""
-        return {"experiment_key": self._key}
+        return {"experiment_key": self._experiment_key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on in that experiment, where no key was given and none is open yet."""
         key = state_dict.get("experiment_key")
         if key and not self._given and self._experiment is None:
             self._goes_on = True
-            self._key = key
+            self._experiment_key = key
 
     # -- what is logged ----------------------------------------------------------------------------------------------------------
 
@@ -179,12 +180,18 @@ class CometLogger(Logger):
     def _opened(self) -> Any:
         with self._lock:
             if self._experiment is None:
-                package = _package()
-                config = package.ExperimentConfig(**self._config)
-                self._experiment = package.start(
-                    experiment_key=self.identity(), experiment_config=config, **self._where
-                )
+                start = self._starter()
+                experiment = start()
+                if experiment.disabled:  # Lightning's logger has opened it offline, and let it write nothing
+                    experiment.end()
+                    experiment = start()
+                self._experiment = experiment
             return self._experiment
+
+    def _starter(self) -> Callable[[], Any]:
+        package = _package()
+        config = package.ExperimentConfig(**self._config)
+        return partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
 
     def _send(self, items: Sequence[_Item]) -> None:
         experiment = self._opened()

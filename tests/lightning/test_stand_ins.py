@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -280,3 +282,30 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     assert "MLFlowLogger(tracking_uri=...)" in line
     with pytest.raises(ConfigError, match="log_model=True"):
         quiet_trainer(logger=WandbLogger(log_model=True))
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_comets_experiment_is_gone_on_in(tmp_path, monkeypatch, says_so):
+    """Offline; where it is the object that says so, Lightning's would write nothing."""
+    monkeypatch.setenv("COMET_INTERNAL_SENTRY_DSN", "")
+    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    for name in ("COMET_API_KEY", "COMET_EXPERIMENT_KEY", "COMET_PROJECT_NAME", "COMET_OFFLINE_DIRECTORY"):
+        monkeypatch.delenv(name, raising=False)
+    pytest.importorskip("comet_ml", reason="needs the package comet_ml")
+    from lightning.pytorch.loggers import CometLogger
+
+    options = {"log_env_details": False, "log_code": False, "log_git_metadata": False, "display_summary_level": 0}
+    options |= {"online": False} if says_so else {"mode": "create"}
+    comet = CometLogger(offline_directory=os.fspath(tmp_path), project="digits", prefix="p", **options)
+    key = comet.version
+    trainer = quiet_trainer(max_epochs=1, logger=comet, log_every_n_steps=2)
+    assert type(trainer.logger) is fabricamp.loggers.CometLogger
+    trainer.fit(Module(), loader())
+    assert trainer.logger.version == comet.version == key
+    comet.experiment.end()  # Lightning's object: it is told the experiment
+    (file,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(file) as archive:
+        lines = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    metrics = [one["payload"]["metric"] for one in lines if one["type"] == "metric_msg"]
+    assert [one["step"] for one in metrics if one["metricName"] == "p-loss"] == [1, 3, 5]

@@ -139,7 +139,7 @@ def test_a_server_that_cannot_be_reached_costs_values_and_no_step_waits(monkeypa
     waits = threading.Event()
 
     class Unreachable:
-        alive = False
+        alive, disabled = False, False
 
     def start(**options):
         waits.wait(20)
