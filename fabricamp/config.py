@@ -16,6 +16,7 @@ from fabricamp.data import DataModule
 from fabricamp.environment import FromEnvironment, exposes, resolved, without_references
 from fabricamp.errors import ConfigError, advice, meant, nearest
 from fabricamp.files import replace_text
+from fabricamp.masking import hidden
 from fabricamp.module import TrainingModule
 from fabricamp.trainer import Trainer
 
@@ -35,7 +36,7 @@ SECTIONS = {
 class Configuration(dict[str, Any]):
     """A configuration with its interpolations resolved; ``written`` is how it is shown: with references to the environment.
 
-    ``private`` says that something of the environment is shown all the same.
+    ``private`` says that something of the environment is shown all the same, or what a name says is secret.
     """
 
     def __init__(self, content: Mapping[str, Any], written: Mapping[str, Any], *, private: bool = False) -> None:
@@ -75,6 +76,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     given = [path.parent / folder for folder in folders]
     folders = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
     private = any(isinstance(folder, FromEnvironment) for folder in values.get("import_from", []))
+    private = private or hidden(written) != written
     return Configuration({**values, "import_from": folders}, {**written, "import_from": folders}, private=private)
 
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from fabricamp import CheckpointError
 from fabricamp.checkpoint import copy_checkpoint, plain, write_checkpoint
 from fabricamp.cli import main
+from fabricamp.config import SaveConfig, read_config
 from fabricamp.environment import FromEnvironment, exposes, resolved
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from tests.small import Classifier, loader, quiet_trainer
@@ -95,6 +96,27 @@ def test_no_file_of_a_run_holds_the_value(tmp_path, monkeypatch, environment):
     assert parameters["token"] == "${oc.env:TOKEN}"
     assert parameters["config"] == {"inner": ["${oc.env:TOKEN}"], "width": 4}
     assert main(["fit", str(written), f"ckpt_path={saved}", "trainer.max_steps=2"]) == 0, "what was written runs again"
+
+
+@pytest.mark.parametrize("given", [f"module.token={SECRET}", f"trainer.default_root_dir=file://me:{SECRET}@/runs"])
+def test_a_secret_that_is_typed_is_in_the_file_that_runs_again_and_that_is_yours_alone(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("module: {_target_: tests.small.Classifier}\ntrainer: {}\n")
+    plain, secret = read_config(Path("config.yaml")), read_config(Path("config.yaml"), [given])
+    modes = []
+    for number, content in enumerate((plain, secret)):
+        logger, saves = (
+            CSVLogger(tmp_path, "", version=f"run{number}"),
+            SaveConfig(content.written, private=content.private),
+        )
+        trainer = quiet_trainer(max_steps=1, logger=logger, callbacks=[saves])
+        trainer.fit(Classifier(), loader(4))
+        file = Path(trainer.log_dir, "config.yaml")
+        modes.append(stat.S_IMODE(file.stat().st_mode))
+        assert read_config(file)["module"] == content["module"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == [0o666 & ~umask, 0o600]
 
 
 def test_what_is_kept_and_what_is_used(environment):

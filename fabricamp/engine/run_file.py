@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import re
 import socket
 import sys
 from datetime import datetime
@@ -19,16 +18,14 @@ from fabricamp.checkpoint import plain
 from fabricamp.engine import surroundings
 from fabricamp.files import replace_text
 from fabricamp.hyperparameters import kept_by
+from fabricamp.masking import hidden, masked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from fabricamp.engine.session import Session
 
 NAME = "run.json"
-MASK = "***"
-_SECRETS = ("auth", "credential", "credentials", "passphrase", "passwd", "password", "pwd", "secret", "token")
-_KEYS = ("access", "api", "auth", "encryption", "private", "secret", "signing", "ssh")
 _LOG = logging.getLogger("fabricamp")
 
 
@@ -55,27 +52,6 @@ def recorded(session: Session) -> Iterator[None]:
         with _never_an_error():
             if content:
                 _write(session, folder, {**content, **_end(session, error)})
-
-
-def masked(command: Sequence[str]) -> list[str]:
-    """Returns a command line with ``***`` for what its names say is secret (``--api-key``), and for passwords in addresses."""
-    shown: list[str] = []
-    hides = False
-    for word in command:
-        name, equals, value = word.partition("=")
-        if hides and not word.startswith("-"):
-            shown.append(MASK)
-        elif equals and value and _is_secret(name):
-            shown.append(f"{name}={MASK}")
-        else:
-            shown.append(re.sub(r"(://[^/@\s:]*):[^/@\s]+@", rf"\1:{MASK}@", word))
-        hides = word.startswith("-") and not equals and _is_secret(word)
-    return shown
-
-
-def _is_secret(name: str) -> bool:
-    *before, last = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    return last in _SECRETS or last == "apikey" or (last == "key" and bool(before) and before[-1] in _KEYS)
 
 
 def process_start(pid: int) -> str:
@@ -130,7 +106,7 @@ def _beginning(session: Session) -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
         "first_step": trainer.state.global_step,
-        "ckpt_path": trainer.ckpt_path,
+        "ckpt_path": hidden(trainer.ckpt_path),
         "trainer": {
             "strategy": session.strategy.name,
             "precision": session.precision.name,
@@ -142,7 +118,7 @@ def _beginning(session: Session) -> dict[str, Any]:
         },
         "module": _name_of(module),
         "data": None if session.source.datamodule is None else _name_of(session.source.datamodule),
-        "hyperparameters": hyperparameters,
+        "hyperparameters": hidden(hyperparameters),
         "machine": surroundings.machine(session.strategy.device),
         "python": sys.version.split()[0],
         "packages": surroundings.packages(),

@@ -67,6 +67,22 @@ def test_secrets_of_the_command_line_are_not_written(monkeypatch, typed, kept):
     assert fit()["command"] == ["python", "train.py", *kept]
 
 
+def test_secrets_among_the_hyperparameters_are_not_written():
+    class Keeps(Classifier):
+        def __init__(self, login, api_key, pad_token, storage):
+            super().__init__()
+            self.save_hyperparameters()
+
+    login = {"user": "me", "tokens": [["geheim"]], "token": ["geheim", "${oc.env:TOKEN}"]}
+    content = fit(Keeps(login, "geheim", 0, "s3://me:geheim@host/runs"))
+    assert content["hyperparameters"] == {
+        "login": {"user": "me", "tokens": [["geheim"]], "token": ["***", "${oc.env:TOKEN}"]},
+        "api_key": "***",
+        "pad_token": 0,
+        "storage": "s3://me:***@host/runs",
+    }
+
+
 def test_while_it_runs_and_after_a_failure():
     class Fails(Classifier):
         def training_step(self, batch, batch_idx):
