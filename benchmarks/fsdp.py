@@ -5,12 +5,15 @@
 Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens a rank with reshard_after_forward=False, 6.9 billion
 on 1 x 2048 with True.  Weights are fp32 parts, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
 of 1, AdamW.  "fused" and "foreach" are torch's AdamW behind ``clip_grad_norm_`` in a plain loop; "ours" is the Trainer at O5
-with FusedAdam, "ours O4" the same under autocast, with everything that a Trainer does by itself.
+with FusedAdam, "ours O4" the same under autocast, with everything that a Trainer does by itself.  All begin with values of
+the same distributions, because a GPU's clock follows what it computes with.  "ours" also takes five steps of a network of
+Llama 3 8B's shape, for their peak memory, and writes and reads checkpoints of the first network ("saved").
 
 Step ms: wall time of all measured steps together.  Update ms: what lies on the GPU between the end of backward and the end of
 the update, clipping included, by events.  Host ms: what the host takes from the end of backward to the end of the step's calls.
-All are rank 0's; of update and host the median.  A cell that is in ``--out`` already is not measured again: the command may be
-cut and repeated.
+Of a checkpoint: seconds of a save that training waits for; of one beside it, the first and another, how long training waits and
+when it is on the disk; of a run from its set-up to its first batch, without and with a checkpoint.  All are rank 0's; of update
+and host the median.  A cell that is in ``--out`` already is not measured again: the command may be cut and repeated.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +39,10 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.models import Layer, llama_8b
 from examples.gpt.gpt import GPT, Block
 from fabricamp import Callback, Trainer, TrainingModule, launch
+from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP
 
@@ -51,22 +59,29 @@ class Cell(NamedTuple):
     length: int
     reshard: bool
     vocabulary: int = 50304
+    llama: bool = False
+    steps: int = 30
 
-    @property
-    def parameters(self) -> int:
-        """How many the network has, but for norms and biases."""
-        return 12 * self.layers * self.width**2 + 2 * self.vocabulary * self.width
-
-    def build(self) -> GPT:
+    def build(self) -> nn.Module:
         """Returns the network without values."""
-        shape = {"context": self.length, "layers": self.layers, "width": self.width, "heads": self.heads}
         with torch.device("meta"):
+            if self.llama:
+                return llama_8b(self.vocabulary, self.layers, self.width)
+            shape = {"context": self.length, "layers": self.layers, "width": self.width, "heads": self.heads}
             return GPT(self.vocabulary, **shape)
 
 
-CELLS = {"1.4B": Cell(24, 2048, 16, 4, 1024, False), "6.9B": Cell(32, 4096, 32, 1, 2048, True)}
-TINY = Cell(2, 64, 2, 2, 32, True, 128)
-WAYS = ("ours", "ours O4", "fused", "foreach")
+CELLS = {
+    "1.4B": Cell(24, 2048, 16, 4, 1024, False),
+    "6.9B": Cell(32, 4096, 32, 1, 2048, True, steps=20),
+    "Llama 8B": Cell(32, 4096, 32, 1, 2048, True, 128256, llama=True, steps=5),
+}
+TINY = Cell(2, 64, 2, 2, 32, True, 128, steps=6)
+OURS = {"ours": "O5", "ours O4": "O4"}
+SAVED = "saved"
+ALONE = {("1.4B", SAVED), ("Llama 8B", "ours")}
+"""What is measured of one network alone; the others are measured in every other way."""
+WAYS = (*OURS, "fused", "foreach", SAVED)
 
 
 class Tokens(Dataset[Any]):
@@ -127,7 +142,7 @@ class Clock:
             if self._device.type == "cuda":
                 self._peak = torch.cuda.max_memory_allocated(self._device)
 
-    def result(self, cell: Cell) -> dict[str, float]:
+    def result(self, cell: Cell, parameters: int) -> dict[str, float]:
         """Returns the figures, behind the last step."""
         step = (self._ended - self._began) / (self._last - self._warm_up)
         pairs = [pair for pair in self._events[self._warm_up :] if len(pair) == 2]
@@ -137,7 +152,7 @@ class Clock:
             "update_ms": round(update, 2),
             "host_ms": round(statistics.median(self._host[self._warm_up :]) * 1e3, 2),
             "tokens_s_gpu": round(cell.batch * cell.length / step),
-            "tflops_gpu": round(6 * cell.parameters * cell.batch * cell.length / step / 1e12, 1),
+            "tflops_gpu": round(6 * parameters * cell.batch * cell.length / step / 1e12, 1),
             "memory_gb": round(self._peak / 1e9, 2),
         }
 
@@ -179,23 +194,30 @@ class Model(TrainingModule):
         return FusedAdam(self.parameters(), lr=LR, weight_decay=0.01)
 
 
-def by_trainer(cell: Cell, level: str, clock: Clock, steps: int, accelerator: str) -> None:
+def by_trainer(
+    cell: Cell, level: str, steps: int, accelerator: str, *callbacks: Callback, ckpt_path: str | None = None
+) -> int:
+    """Runs a fit; returns how many parameters the network has."""
     trainer = Trainer(
-        strategy=FSDP([Block], reshard_after_forward=cell.reshard),
+        strategy=FSDP([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision=level,
         accelerator=accelerator,
         devices="auto",
         max_steps=steps,
         gradient_clip_val=CLIP,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(one, AsyncCheckpoint) for one in callbacks),
         enable_progress_bar=False,
-        callbacks=[Timing(clock)],
+        callbacks=[*callbacks],
     )
-    trainer.fit(Model(cell), DataLoader(Tokens(cell, cell.batch * steps * trainer.world_size), batch_size=cell.batch))
+    model = Model(cell)
+    loader = DataLoader(Tokens(cell, cell.batch * steps * trainer.world_size), batch_size=cell.batch)
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return sum(one.numel() for one in model.parameters())
 
 
-def by_hand(cell: Cell, fused: bool, clock: Clock, steps: int, device: torch.device) -> None:
+def by_hand(cell: Cell, fused: bool, clock: Clock, steps: int, device: torch.device) -> int:
+    """Runs a plain loop; returns how many parameters the network has."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -206,8 +228,10 @@ def by_hand(cell: Cell, fused: bool, clock: Clock, steps: int, device: torch.dev
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=cell.reshard)
     fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=None if cell.reshard else False)
     net.to_empty(device=device)
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.02)
+    torch.manual_seed(0)
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
     options = {"fused": True} if fused else {"foreach": True}
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.01, **options)
     for tokens, targets in DataLoader(Tokens(cell, cell.batch * steps), batch_size=cell.batch):
@@ -218,16 +242,83 @@ def by_hand(cell: Cell, fused: bool, clock: Clock, steps: int, device: torch.dev
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
         clock.after_step()
+    return sum(one.numel() for one in net.parameters())
 
 
-def measured(cell: Cell, way: str, steps: int, warm_up: int, device: torch.device) -> dict[str, float]:
-    clock = Clock(device, warm_up, steps)
-    if way.startswith("ours"):
+class Saves(AsyncCheckpoint):
+    """Behind the second step a save that training waits for, behind the third and the sixth one beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "beside", every_n_train_steps=3, save_top_k=0, save_last=True)
+        self.path = str(folder / "waited.ckpt")
+        self.seconds: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TrainingModule, *arguments: Any) -> None:
+        """Saves, and waits until it is written."""
+        synchronize(trainer.strategy.root_device)
+        began, step = time.perf_counter(), trainer.global_step
+        super().on_train_batch_end(trainer, pl_module, *arguments)
+        if step == 2:
+            trainer.save_checkpoint(self.path)
+            self.seconds["save_s"] = time.perf_counter() - began
+        if step in (3, 6):
+            synchronize(trainer.strategy.root_device)
+            name = "first" if step == 3 else "again"
+            self.seconds[f"{name}_held_s"] = time.perf_counter() - began
+            self._settle(trainer)
+            self.seconds[f"{name}_written_s"] = time.perf_counter() - began
+
+
+class Opened(Callback):
+    """How long a run takes from its set-up to its first batch."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Before the module is built."""
+        self._began = time.perf_counter()
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """When all is loaded."""
+        synchronize(trainer.strategy.root_device)
+        self.seconds = self.seconds or round(time.perf_counter() - self._began, 2)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def saved(cell: Cell, accelerator: str) -> dict[str, float]:
+    """Seconds of saves and of beginnings, without and with a checkpoint."""
+    box = [tempfile.mkdtemp(prefix="fsdp-benchmark-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    folder = Path(box[0])
+    saves, without, loaded = Saves(folder), Opened(), Opened()
+    try:
+        by_trainer(cell, "O5", 6, accelerator, without, saves)
+        by_trainer(cell, "O5", 3, accelerator, loaded, ckpt_path=saves.path)
+        size = sum(one.stat().st_size for one in Path(saves.path).rglob("*"))
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    seconds = {**saves.seconds, "begin_s": without.seconds, "begin_from_checkpoint_s": loaded.seconds}
+    return {"checkpoint_gb": round(size / 1e9, 2), **{name: round(value, 2) for name, value in seconds.items()}}
+
+
+def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
+    """Runs one cell in one way."""
+    accelerator, warm_up = "gpu" if device.type == "cuda" else "cpu", min(8, cell.steps // 3)
+    clock = Clock(device, warm_up, cell.steps)
+    if way == SAVED:
+        result = saved(cell, accelerator)
+    elif way in OURS:
         # Within the group that is there; the module that comes back whole in host memory is not timed.
-        by_trainer(cell, "O4" if way == "ours O4" else "O5", clock, steps, "gpu" if device.type == "cuda" else "cpu")
+        result = clock.result(cell, by_trainer(cell, OURS[way], cell.steps, accelerator, Timing(clock)))
     else:
-        by_hand(cell, way == "fused", clock, steps, device)
-    result = clock.result(cell)
+        result = clock.result(cell, by_hand(cell, way == "fused", clock, cell.steps, device))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -239,7 +330,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="tiny networks, wherever it runs: whether it runs at all")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -252,18 +342,22 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rows = json.loads(options.out.read_text())["rows"] if options.out is not None and options.out.exists() else []
     done = {(row["network"], row["way"]) for row in rows}
-    steps, warm_up = (6, 2) if options.quick else (options.steps, 8)
-    for name in options.cells:
-        for way in options.ways:
-            if (name, way) in done:
-                continue
-            found = measured(TINY if options.quick else CELLS[name], way, steps, warm_up, device)
-            rows.append({"network": name, "way": way, **found})
-            if dist.get_rank() == 0:
-                print(name, way, found, flush=True)
-                if options.out is not None:
-                    options.out.write_text(json.dumps({**about(device), "rows": rows}, indent=1) + "\n")
+    for name, way in product(options.cells, options.ways):
+        if (name, way) in done or not is_wanted(name, way):
+            continue
+        cell = CELLS[name]
+        found = measured(TINY._replace(llama=cell.llama) if options.quick else cell, way, device)
+        rows.append({"network": name, "way": way, **found})
+        if dist.get_rank() == 0:
+            print(name, way, found, flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps({**about(device), "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
+
+
+def is_wanted(name: str, way: str) -> bool:
+    """Whether this network is measured in this way."""
+    return (name, way) in ALONE or (way != SAVED and not CELLS[name].llama)
 
 
 def about(device: torch.device) -> dict[str, str]:

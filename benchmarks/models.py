@@ -1,4 +1,4 @@
-"""Networks that several benchmarks share: ResNet-50, which torch itself does not come with."""
+"""Networks that several benchmarks share, which torch itself does not come with: ResNet-50, and one of Llama 3 8B's shape."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fabricamp.ops import fused_cross_entropy
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ResNet", "resnet50", "tiny_resnet"]
+__all__ = ["Layer", "Llama", "ResNet", "llama_8b", "resnet50", "tiny_resnet"]
 
 
 class Bottleneck(nn.Module):
@@ -75,3 +77,62 @@ def resnet50(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
 def tiny_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
     """The same with one block a stage and 8 channels, to see on a CPU that a script works."""
     return ResNet((1, 1, 1, 1), width=8, classes=10, norm=norm)
+
+
+class Layer(nn.Module):
+    """Causal attention in which four heads share a key and a value, and a gated network, each behind an RMSNorm."""
+
+    def __init__(self, width: int, heads: int, inside: int):
+        super().__init__()
+        self.heads, self.shared = heads, heads // 4
+        size = width // heads
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * self.shared * size, bias=False)
+        self.outward = nn.Linear(width, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate = nn.Linear(width, inside, bias=False)
+        self.up = nn.Linear(width, inside, bias=False)
+        self.down = nn.Linear(inside, width, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, length, width) to the same."""
+        batch, length, width = hidden.shape
+        x = self.attention_norm(hidden)
+        query = rotated(self.query(x).view(batch, length, self.heads, -1).transpose(1, 2))
+        key, value = self.key_value(x).view(batch, length, 2 * self.shared, -1).transpose(1, 2).chunk(2, dim=1)
+        mixed = F.scaled_dot_product_attention(query, rotated(key), value, is_causal=True, enable_gqa=True)
+        hidden = hidden + self.outward(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Turns pairs of values of (batch, heads, length, size) by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    rates = 500000.0 ** (torch.arange(half, device=x.device) / -half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+class Llama(nn.Module):
+    """Such layers between an embedding and a head; called with tokens and the tokens that follow them, it returns the loss."""
+
+    def __init__(self, vocabulary: int, layers: int, width: int, heads: int, inside: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*(Layer(width, heads, inside) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Integers of (batch, length) to the mean cross-entropy."""
+        scores = self.head(self.norm(self.layers(self.tokens(tokens))))
+        return fused_cross_entropy(scores, targets, in_place=True)
+
+
+def llama_8b(vocabulary: int = 128256, layers: int = 32, width: int = 4096) -> Llama:
+    """Llama 3 8B's shape, 8.03 billion parameters; smaller ones in proportion."""
+    return Llama(vocabulary, layers, width, heads=max(width // 128, 4), inside=width * 7 // 2)

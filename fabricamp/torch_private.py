@@ -55,6 +55,7 @@ __all__ = [
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
+    "with_part",
     "write_memory",
 ]
 
@@ -170,6 +171,13 @@ def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:
     return found
 
 
+def with_part(shard: Any, part: torch.Tensor) -> torch.Tensor:
+    """Returns a sharded tensor laid out as ``shard``, of which this rank holds ``part``, on whatever device that is."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, shard._spec, requires_grad=False)
+
+
 def default_store() -> Store:
     """Returns the store that the ranks of the default process group met at; heartbeats and agreements travel through it."""
     from torch.distributed import distributed_c10d
@@ -217,6 +225,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",
     "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
     "torch.distributed.tensor.DTensor._local_tensor": "updates and statistics are of this rank's part, asked for in every step",
+    "torch.distributed.tensor.DTensor._spec": "a copy of a part in host memory stands for the same rows and columns",
     "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
     "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is the logger's: a full disk would end torch's thread",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",

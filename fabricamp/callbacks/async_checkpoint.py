@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
-from fabricamp.checkpoint import BackgroundWriter, write_checkpoint
+from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
 from fabricamp.errors import CheckpointError
+from fabricamp.strategies.beside import Beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from fabricamp.callbacks._save_plan import Plan
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+
+Value = TypeVar("Value")
 
 
 class AsyncCheckpoint(ModelCheckpoint):
@@ -25,6 +28,9 @@ class AsyncCheckpoint(ModelCheckpoint):
     waits for it, and so does the end of training.  Where a write fails, the next step raises, and the paths still show the
     file before.
 
+    Where a strategy shards the module each rank copies and writes what it holds, one copy of it at most, and the ranks meet
+    over Gloo beside training; where one of them fails all raise, at the next save or the end of training.
+
     Example:
         >>> checkpoint = AsyncCheckpoint(every="1000 steps, 30 min", save_last=True)
     """
@@ -32,28 +38,33 @@ class AsyncCheckpoint(ModelCheckpoint):
     _writer: BackgroundWriter | None = None
     _in_flight: Plan | None = None
     _unsettled = False  # the same on every rank, unlike what rank 0's thread has come to
+    _beside: Beside | None = None  # where all ranks write
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Makes ready what writes."""
         super().on_train_start(trainer, pl_module)
         self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
+        self._beside = Beside(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Takes note of a write that has ended, then saves where it is time."""
-        if self._writer is not None and self._writer.over:
-            self._take_in(self._writer.wait)
+        writer = self._writer
+        if writer is not None and writer.over and (self._beside is None or not writer.failed):
+            self._take_in(writer.wait)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; what is saved from now on is waited for."""
         self._settle(trainer)
-        self._writer = None
+        self._writer, beside, self._beside = None, self._beside, None
+        if beside is not None:
+            beside.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight come to its end, whatever happened to training; a second Ctrl-C does not wait for it."""
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._beside = self._writer, None, None
         if writer is not None and trainer.state.fitting:
             try:
                 self._take_in(writer.wait)
@@ -66,17 +77,31 @@ class AsyncCheckpoint(ModelCheckpoint):
         super()._save(trainer, ranked=ranked)
 
     def _write(self, trainer: Trainer, plan: Plan) -> None:
-        writer = self._writer
+        writer, beside = self._writer, self._beside
         if writer is None:
             super()._write(trainer, plan)
             return
 
-        def put_away(path: str, state: dict[str, Any]) -> None:
-            trainer.delivery.barrier(state.get("global_step", 0))
-            write_checkpoint(path, state)
-            self._rotate(plan)
+        def start(path: str, state: dict[str, Any]) -> None:
+            def put_away(copied: dict[str, Any]) -> None:
+                trainer.delivery.barrier(copied.get("global_step", 0))
+                write_checkpoint(path, copied)
+                self._rotate(plan)
 
-        self._hand_over(trainer, plan, lambda path, state: writer.start(state, lambda copied: put_away(path, copied)))
+            writer.start(state, put_away)
+
+        def start_folder(path: str, state: dict[str, Any]) -> None:
+            assert beside is not None
+            folder = StagedFolder(path, state, beside)
+
+            def put_away(copied: dict[str, Any]) -> None:
+                beside.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
+                folder.write(copied)
+                beside.on_rank_zero(lambda: self._rotate(plan))
+
+            writer.go_on(_together(trainer, lambda: writer.take(folder.own)), put_away)
+
+        self._hand_over(trainer, plan, start if beside is None else start_folder)
         self._in_flight, self._unsettled = plan, True
 
     def _settle(self, trainer: Trainer) -> None:
@@ -85,7 +110,10 @@ class AsyncCheckpoint(ModelCheckpoint):
         if writer is None or not self._unsettled:
             return
         self._unsettled = False
-        self._take_in(lambda: trainer.strategy.on_rank_zero(writer.wait))
+        if self._beside is None:
+            self._take_in(lambda: trainer.strategy.on_rank_zero(writer.wait))
+        else:
+            self._take_in(lambda: _together(trainer, writer.wait))
 
     def _take_in(self, wait: Callable[[], None]) -> None:
         """Publishes the file in flight, once ``wait`` has not raised; on ranks that do not write there is nothing to wait for."""
@@ -97,3 +125,14 @@ class AsyncCheckpoint(ModelCheckpoint):
             raise
         if plan is not None:
             self._publish(plan)
+
+
+def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
+    """Runs ``action`` on every rank; where it raises a :class:`CheckpointError` on one, all raise it."""
+    problem: CheckpointError | None = None
+    try:
+        found = action()
+    except CheckpointError as error:
+        problem = error
+    trainer.strategy.agree(problem)
+    return found

@@ -8,12 +8,14 @@ from fabricamp.checkpoint.places import PARTIAL_SUFFIX
 from fabricamp.checkpoint.plain import plain
 from fabricamp.checkpoint.record import read_together, write_together
 from fabricamp.checkpoint.search import Candidates, how_far, read_header
+from fabricamp.checkpoint.staging import StagedFolder
 
 __all__ = [
     "PARTIAL_SUFFIX",
     "BackgroundWriter",
     "Candidates",
     "HostCopy",
+    "StagedFolder",
     "apex_scales",
     "check_content",
     "copy_checkpoint",

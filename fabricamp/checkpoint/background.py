@@ -122,10 +122,29 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether a write has ended badly that :meth:`wait` has not told of."""
+        return self._failure is not None
+
     def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Takes a copy of ``state`` and lets the thread call ``write`` with it; the one before has to be waited for."""
+        self.go_on(self.take(state), write)
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the copy of ``state`` for :meth:`go_on`; raises :class:`CheckpointError` where there is no memory for it."""
         assert self._thread is None, "at most one write is in flight"
-        copied = self._copy.take(state)
+        try:
+            return self._copy.take(state)
+        except CheckpointError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"there is no host memory for a copy of the state ({error!s:.200}); write with ModelCheckpoint instead"
+            ) from error
+
+    def go_on(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        """Lets the thread call ``write`` with what :meth:`take` gave, once its values are there."""
         # Not to be waited for at exit: who has not waited by then was ended by something else.
         self._thread = threading.Thread(
             target=self._run, args=(copied, write), name="fabricamp-checkpoint", daemon=True

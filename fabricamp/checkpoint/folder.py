@@ -51,17 +51,23 @@ def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: 
     Rank 0's values are those of the rest.  Raises :class:`CheckpointError` on every rank where one cannot write; what stood at
     ``path`` before is then untouched.
     """
+    write_parts(path, *split(state), strategy)
+
+
+def write_parts(
+    path: str | os.PathLike[str], rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
+) -> None:
+    """What :func:`write_folder` does with what :func:`split` gave; only rank 0 needs ``rest``."""
     place = places.normal(path)
     if places.is_remote(place):
         raise CheckpointError(
             f"cannot write checkpoint {place}: a sharded one is written into a folder of this machine, or one that all machines "
             "have mounted (ModelCheckpoint(dirpath=...))"
         )
-    rest, shards = split(state)
-    writing = _Writing(Path(place), private=bool(state.get(PRIVATE)))
+    writing = _Writing(Path(place), private=bool(rest.get(PRIVATE)))
     try:
         folder = Path(strategy.on_rank_zero(lambda: str(writing.begin(rest))))
-        strategy.agree(_problem(place, lambda: write_shards(folder, shards)))
+        strategy.agree(_problem(place, lambda: write_shards(folder, shards, strategy.group)))
         files = strategy.on_rank_zero(lambda: files_of(folder))
         own = _of_rank(strategy)
         strategy.agree(_problem(place, lambda: check_shards(folder, files, own)))

@@ -27,6 +27,8 @@ from fabricamp.ops.shards import is_shard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from torch.distributed import ProcessGroup
+
 METADATA: Final = ".metadata"
 SEPARATOR: Final = "/"
 """Between the keys that lead to a tensor, in its name on disk."""
@@ -93,9 +95,10 @@ def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
     return by.get(id(value), value) if isinstance(value, Tensor) else value
 
 
-def write_shards(folder: Path, shards: dict[str, Tensor]) -> None:
-    """Writes what each rank holds of ``shards`` into ``folder``, on disk for good; every rank calls it."""
-    _told(lambda: save(dict(shards), storage_writer=FileSystemWriter(folder)), "cannot be written")
+def write_shards(folder: Path, shards: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
+    """Writes what each rank holds of ``shards`` into ``folder``, on disk for good; every rank calls it, and meets in ``group``."""
+    writer = FileSystemWriter(folder)
+    _told(lambda: save(dict(shards), storage_writer=writer, process_group=group), "cannot be written")
 
 
 def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, int]) -> None:

@@ -355,7 +355,7 @@ class Session:
     def save_checkpoint(
         self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None] | None
     ) -> None:
-        """Writes a checkpoint on rank 0, or lets ``write`` do it; every rank calls it, and every rank raises where it fails."""
+        """Writes a checkpoint, or lets ``write`` do it: on rank 0, of a folder on every rank; all call it, and all raise."""
         check_saving(self)
         check_peers()  # nothing is kept that was computed without a rank
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
@@ -365,6 +365,8 @@ class Session:
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
             write_together(filepath, checkpoint, self.strategy)
+        elif self.strategy.checkpoint_form == "folder":
+            write(filepath, checkpoint)
         else:
             self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
 

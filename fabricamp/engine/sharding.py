@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fabricamp.callbacks.amp_state import AmpState
-from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.divergence_check import DivergenceCheck
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _REFUSED = {
     AmpState: "a script's file holds whole weights; use ModelCheckpoint",
-    AsyncCheckpoint: "use ModelCheckpoint, whose folder all ranks write",
     BatchSizeFinder: "find it with strategy='single' on a smaller model",
     LearningRateFinder: "find it with strategy='single' on a smaller model",
     DivergenceCheck: "leave it out: every rank has other parts, and none that could diverge",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from fabricamp.gradients.memory import GradientMemory
@@ -77,6 +78,9 @@ class Strategy(NamesKeywords):
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
+
+    group: ProcessGroup | None = None
+    """Where the ranks meet; None is torch's default group."""
 
     _session: Callable[[], object] = staticmethod(lambda: None)
     start_method: str | None = None

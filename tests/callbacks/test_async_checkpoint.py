@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fabricamp import Callback, CheckpointError
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, _lineage, async_checkpoint
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
+from fabricamp.loggers import CSVLogger
+from fabricamp.ops.shards import local
+from fabricamp.optimizers import FusedAdam
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -219,3 +225,85 @@ def test_a_failure_on_rank_0_ends_every_rank(tmp_path):
         return checkpoint.best_model_path
 
     assert run_ranks(work, 2, backend=None) == ["", ""]
+
+
+class Late(CSVLogger):
+    """Its values are on the disk only when training has come further: until then no checkpoint is."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.further = threading.Event()
+        self.waited = []
+
+    def barrier(self, step):
+        if not self.further.is_set():
+            self.waited.append(self.further.wait(30))
+        super().barrier(step)
+
+
+class Goes(Callback):
+    """Tells when training has come to its third step, and writes into the weights and states of now."""
+
+    def __init__(self, further):
+        self.further = further
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 3:
+            self.further.set()
+            with torch.no_grad():
+                for one in (
+                    *module.parameters(),
+                    *(state["exp_avg"] for state in trainer.optimizers[0].state.values()),
+                ):
+                    local(one).fill_(7.0)
+
+
+class Adam(Classifier):
+    def configure_optimizers(self):
+        return FusedAdam(self.parameters(), lr=0.01)
+
+
+def sharded_fit(*callbacks, max_steps=4, ckpt_path=None, **options):
+    torch.manual_seed(5)
+    module = Adam()
+    trainer = quiet_trainer(
+        max_steps=max_steps,
+        strategy="fsdp",
+        devices="auto",
+        enable_checkpointing=True,
+        callbacks=[*callbacks],
+        log_every_n_steps=1,
+        **options,
+    )
+    trainer.fit(module, loader(64, shuffle=True), ckpt_path=ckpt_path)
+    return module.state_dict() if trainer.is_global_zero else None
+
+
+def test_ranks_that_hold_parts_write_a_folder_beside_training(tmp_path):
+    def work():
+        logger = Late(tmp_path / "logs")
+        beside = AsyncCheckpoint(tmp_path / "beside", every="2 steps", save_top_k=-1, monitor="step", mode="max")
+        sharded_fit(Goes(logger.further), beside, logger=logger)
+        straight = sharded_fit(ModelCheckpoint(tmp_path / "waited", every="2 steps", save_top_k=-1, monitor="step"))
+        gone_on = sharded_fit(ckpt_path=tmp_path / "beside" / "epoch=0-step=2.ckpt")
+        if os.environ["RANK"] == "1":
+            FileSystemWriter.write_data = refuse
+        failing = AsyncCheckpoint(tmp_path / "failing", every="2 steps")
+        with pytest.raises(CheckpointError, match="quota"):
+            sharded_fit(failing)
+        return logger.waited, beside.best_model_path, straight, gone_on, failing.best_model_path
+
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, "quota")
+
+    one, other = run_ranks(work, 2)
+    assert (one[0], other[0]) == ([True], []), "training went on meanwhile"
+    assert one[1] == other[1] == str(tmp_path / "beside" / "epoch=0-step=4.ckpt")
+    assert {name: value.tolist() for name, value in one[2].items()} == {
+        name: value.tolist() for name, value in one[3].items()
+    }
+    beside, waited = (read_checkpoint(tmp_path / kind / "epoch=0-step=2.ckpt") for kind in ("beside", "waited"))
+    for kind in ("state_dict", "optimizer_states"):
+        assert repr(beside[kind]) == repr(waited[kind])
+    assert one[4] == other[4] == ""
+    assert names(tmp_path / "failing") == []

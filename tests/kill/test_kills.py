@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fabricamp import seed_everything
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.checkpoint import PARTIAL_SUFFIX, read_checkpoint
 from fabricamp.ops.shards import local
 from fabricamp.strategies import DDP, FSDP
@@ -39,12 +39,12 @@ def parts(value):
     return [*map(parts, value)] if isinstance(value, list | tuple) else local(value)
 
 
-def job_in(folder, strategy=DDP):
+def job_in(folder, strategy=DDP, kind=ModelCheckpoint):
     """Trains 24 steps of 3 epochs, saves 12 times and validates 6 times; leaves its weights where it comes to its end."""
 
     def job(armed):
         seed_everything(7, verbose=False)
-        checkpoint = ModelCheckpoint(
+        checkpoint = kind(
             folder / "checkpoints", monitor="val_loss", save_top_k=2, every_n_train_steps=2, save_last=True
         )
         trainer = quiet_trainer(
@@ -84,24 +84,24 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def straight(folder, strategy):
+def straight(folder, strategy, kind):
     """What a run that nobody kills ends with, and how much of it there is to kill at."""
     import_everything(folder / "warm")
-    assert attempt(job_in(folder, strategy), folder).finished
+    assert attempt(job_in(folder, strategy, kind), folder).finished
     spans = [json.loads((folder / f"attempt-counts-{rank}").read_text()) for rank in range(WORLD_SIZE)]
     return outcome(folder), spans
 
 
-def survive(folder, number, seed, strategy=DDP):
+def survive(folder, number, seed, strategy=DDP, kind=ModelCheckpoint):
     """Kills ``number`` times, over as many trainings as that takes; returns how often in which phase."""
-    expected, spans = straight(folder / "straight", strategy)
+    expected, spans = straight(folder / "straight", strategy, kind)
     generator = random.Random(seed)
     phases = collections.Counter()
     training = 0
     while phases.total() < number:
         here = folder / f"training{training}"
         kill = draw(generator, spans)
-        ended = attempt(job_in(here, strategy), here, kill)
+        ended = attempt(job_in(here, strategy, kind), here, kill)
         check_files(here)
         if ended.phase:
             phases[ended.phase] += 1
@@ -111,7 +111,7 @@ def survive(folder, number, seed, strategy=DDP):
         assert same(outcome(here), expected), f"training {training} of seed {seed}"
         training += 1
     here = folder / f"training{training}"
-    last = attempt(job_in(here, strategy), here)
+    last = attempt(job_in(here, strategy, kind), here)
     assert last.finished, last
     assert same(outcome(here), expected)
     return phases
@@ -123,12 +123,12 @@ def test_twenty_kills(tmp_path):
     assert len(phases) >= 2
 
 
-def alone_in(folder, strategy):
+def alone_in(folder, strategy, writes):
     """One process that saves three times, so that it rotates: few steps, so that all of its file operations can be tried."""
 
     def job(armed):
         seed_everything(7, verbose=False)
-        checkpoint = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)
+        checkpoint = writes(folder / "checkpoints", every_n_train_steps=2, save_last=True)
         options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [checkpoint, armed]}
         trainer = quiet_trainer(strategy=strategy, devices="auto", **options)
         module = Noisy()
@@ -142,36 +142,39 @@ _ALL = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "step"),
+    ("strategy", "writes", "kind", "step"),
     [
-        ("single", "operation", 3),
-        ("fsdp", "file", 12),
-        pytest.param("single", "operation", 1, marks=_ALL),
-        pytest.param("fsdp", "file", 1, marks=_ALL),
+        ("single", ModelCheckpoint, "operation", 3),
+        ("fsdp", ModelCheckpoint, "file", 12),
+        ("fsdp", AsyncCheckpoint, "file", 31),
+        pytest.param("single", ModelCheckpoint, "operation", 1, marks=_ALL),
+        pytest.param("fsdp", ModelCheckpoint, "file", 1, marks=_ALL),
+        pytest.param("fsdp", AsyncCheckpoint, "file", 1, marks=_ALL),
     ],
 )
-def test_a_kill_before_each_operation_on_a_file(strategy, kind, step, tmp_path):
+def test_a_kill_before_each_operation_on_a_file(strategy, writes, kind, step, tmp_path):
     import_everything(tmp_path / "warm")
     straight = tmp_path / "straight"
-    assert attempt(alone_in(straight, strategy), straight, world_size=1).finished
+    assert attempt(alone_in(straight, strategy, writes), straight, world_size=1).finished
     expected = outcome(straight)
     number = json.loads((straight / "attempt-counts-0").read_text())[kind]
     assert number > 30
     for when in range(1, number + 1, step):
         here = tmp_path / f"operation{when}"
-        killed = attempt(alone_in(here, strategy), here, Kill(0, kind, when), world_size=1)
+        killed = attempt(alone_in(here, strategy, writes), here, Kill(0, kind, when), world_size=1)
         check_files(here)
         assert killed.phase, f"{kind} {when} of {number}: {killed}"
         if when % (5 * step) == 1:
-            assert attempt(alone_in(here, strategy), here, world_size=1).finished
+            assert attempt(alone_in(here, strategy, writes), here, world_size=1).finished
             assert same(outcome(here), expected), when
         shutil.rmtree(here)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_fifty_kills_of_ranks_that_write_folders(tmp_path):
-    phases = survive(tmp_path, 50, seed=3, strategy=FSDP)
+@pytest.mark.parametrize("writes", [ModelCheckpoint, AsyncCheckpoint])
+def test_fifty_kills_of_ranks_that_write_folders(writes, tmp_path):
+    phases = survive(tmp_path, 50, seed=3, strategy=FSDP, kind=writes)
     print(phases)
     assert {"training", "saving"} <= set(phases)
 

@@ -14,7 +14,6 @@ from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import (
     EMA,
     AmpState,
-    AsyncCheckpoint,
     DivergenceCheck,
     GradientMonitor,
     ModelCheckpoint,
@@ -169,7 +168,6 @@ class Unfreezing(Callback):
         ),
         (Classifier, {"logger": TensorBoardLogger(".", log_graph=True)}, "log_graph=True.*rank 0 alone cannot run forward"),
         (Classifier, {"callbacks": DivergenceCheck()}, "DivergenceCheck with strategy='fsdp' is not offered"),
-        (Classifier, {"callbacks": AsyncCheckpoint(), "enable_checkpointing": True}, "AsyncCheckpoint with strategy='fsdp'"),
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
         (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias got another requires_grad since the run began"),
         (Classifier, {"sync_batchnorm": True}, "sync_batchnorm=True with strategy='fsdp' is not offered"),

@@ -1,0 +1,32 @@
+"""A folder that is written beside training: what this rank holds of it, to be copied, and the copy as the ranks write it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.ops.shards import local
+from fabricamp.torch_private import with_part
+
+if TYPE_CHECKING:
+    from fabricamp.strategies.beside import Beside
+
+
+class StagedFolder:
+    """``own`` is what this rank holds of ``state``, on rank 0 with all that is not sharded; a copy of it goes to :meth:`write`."""
+
+    def __init__(self, path: str, state: dict[str, Any], beside: Beside) -> None:
+        from fabricamp.checkpoint.shards import split
+
+        rest, self._shards = split(state)
+        self._path = path
+        self._beside = beside
+        self.step: int = state.get("global_step", 0)
+        self.own = {"rest": rest if beside.rank == 0 else {}, "parts": [local(one) for one in self._shards.values()]}
+
+    def write(self, copied: dict[str, Any]) -> None:
+        """Writes the folder, in a thread of every rank."""
+        from fabricamp.checkpoint.folder import write_parts
+
+        pairs = zip(self._shards.items(), copied["parts"], strict=True)
+        parts = {name: with_part(shard, part) for (name, shard), part in pairs}
+        write_parts(self._path, copied["rest"], parts, self._beside)
