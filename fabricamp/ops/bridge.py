@@ -6,6 +6,7 @@ import ctypes
 import functools
 import operator
 import re
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fabricamp.torch_private import current_stream
+from fabricamp.torch_private import current_device, current_stream
 
 _MOST_CALLS: Final = 256
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -41,6 +42,8 @@ _NUMBERS: Final[dict[str, Callable[[Any], Any]]] = {
 }
 """How a number becomes an argument, by the type that the kernel's text has for it."""
 
+_CODES: Final = {"pointer": "P", "int64": "q", "double": "d"}
+"""How :mod:`struct` writes an argument: all have eight bytes, so that they stand behind each other."""
 
 _FIELDS: Final[dict[str, type[Any]]] = {
     "double": ctypes.c_double,
@@ -164,6 +167,7 @@ class Kernel:
         self._device = device
         self._cuda = device.type == "cuda"
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self._places: list[_Place] = []
 
     @property
     def address(self) -> int:
@@ -178,15 +182,33 @@ class Kernel:
         call = self._calls.get(key)
         if call is None:
             call = self._lay_out(key, arguments)
+        self._start(blocks, threads, call[0])
+
+    def launch(self, blocks: int, threads: int, *numbers: float) -> None:
+        """Launches with addresses and numbers as they come: for operands that are new in every call, and known to be tensors.
+
+        ``numbers`` are as many as ``types``, none of which is a structure.  Raises struct.error for another count or type.
+        """
+        # Taken out meanwhile: a thread that launches the same kernel must not write over what is being read.
+        try:
+            place = self._places.pop()
+        except IndexError:
+            place = _Place(self._types)
+        place.write(place.numbers, 0, *numbers)
+        self._start(blocks, threads, place.address)
+        self._places.append(place)
+
+    def _start(self, blocks: int, threads: int, arguments: int) -> None:
         if not self._cuda:
-            self._function(blocks, threads, call[0], 0)
+            self._function(blocks, threads, arguments, 0)
             return
-        stream = current_stream(self._device.index)
-        if torch.cuda.current_device() == self._device.index:
-            self._function(blocks, threads, call[0], stream)
+        index = self._device.index
+        stream = current_stream(index)
+        if current_device() == index:
+            self._function(blocks, threads, arguments, stream)
         else:
             with torch.cuda.device(self._device):
-                self._function(blocks, threads, call[0], stream)
+                self._function(blocks, threads, arguments, stream)
 
     def _lay_out(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[int, Any]:
         if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
@@ -198,6 +220,19 @@ class Kernel:
         call = ctypes.addressof(addresses), (addresses, values)
         self._calls[key] = call
         return call
+
+
+class _Place:
+    """Memory for a launch's arguments, and the array of their addresses that the driver gets."""
+
+    __slots__ = ("_addresses", "address", "numbers", "write")
+
+    def __init__(self, types: tuple[str, ...]) -> None:
+        self.write = struct.Struct("".join([_CODES[kind] for kind in types])).pack_into
+        self.numbers = (ctypes.c_uint64 * len(types))()
+        first = ctypes.addressof(self.numbers)
+        self._addresses = (ctypes.c_void_p * len(types))(*[first + 8 * place for place in range(len(types))])
+        self.address = ctypes.addressof(self._addresses)
 
 
 def _as_c(kind: str, value: Any) -> Any:

@@ -42,7 +42,8 @@ Bands = list[tuple[int, Runner]]
 Card = dict[str, Any]
 """What one card's measurement found: ``{"measured": text, "choices": {op: {dtype: bands}}}``."""
 
-_forced: Runner | None = None
+settings: tuple[Runner | None, int] = (None, 0)
+"""What runs, whatever the tables say, and how often these were forgotten: answers of :func:`chosen` are kept with this."""
 
 
 def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> bool:
@@ -52,8 +53,9 @@ def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device)
     """
     if not runs_kernels(device):
         return False
-    if _forced is not None:
-        return _forced == "cupy"
+    forced = settings[0]
+    if forced is not None:
+        return forced == "cupy"
     return device.type != "cuda" or _choice(op, dtype, width, device)
 
 
@@ -173,6 +175,8 @@ def _as_text(cards: dict[str, Card]) -> str:
 
 def forget() -> None:
     """Reads the tables anew at the next question."""
+    global settings  # noqa: PLW0603  # one for the process, as the tables are
+    settings = settings[0], settings[1] + 1
     _card.cache_clear()
     _choice.cache_clear()
 
@@ -180,12 +184,13 @@ def forget() -> None:
 @contextlib.contextmanager
 def always(name: Runner) -> Generator[None, None, None]:
     """Within it ``"cupy"`` or ``"torch"`` runs, whatever the tables say: for measurements and tests."""
-    global _forced  # noqa: PLW0603  # one switch for the process, as the tables are
-    before, _forced = _forced, name
+    global settings  # noqa: PLW0603  # one switch for the process, as the tables are
+    before = settings[0]
+    settings = name, settings[1]
     try:
         yield
     finally:
-        _forced = before
+        settings = before, settings[1]
 
 
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:

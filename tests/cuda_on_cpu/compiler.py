@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp.ops import bridge, table
+from fabricamp.ops import bridge, dispatch, table
 
 HERE = Path(__file__).parent
 _FOLDER = Path(tempfile.gettempdir()) / "cuda_on_cpu"
@@ -99,16 +99,24 @@ def kernel_device(request, monkeypatch):
         return
     monkeypatch.setitem(bridge.COMPILERS, "cpu", compiler(request.param == "reverse"))
     monkeypatch.setattr(table, "THREADS", 64)
-    bridge.kernel.cache_clear()
+    _forget()
     yield torch.device("cpu")
-    bridge.kernel.cache_clear()
+    _forget()
 
 
 @contextlib.contextmanager
 def references(device: torch.device):
     """Runs the torch references instead."""
     compile_it = bridge.COMPILERS.pop(device.type)
+    dispatch.forget()
     try:
         yield
     finally:
         bridge.COMPILERS[device.type] = compile_it
+        dispatch.forget()
+
+
+def _forget():
+    """What was compiled and chosen for another compiler."""
+    bridge.kernel.cache_clear()
+    dispatch.forget()

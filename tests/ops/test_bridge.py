@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import subprocess
 import sys
 import types
@@ -138,6 +139,25 @@ def test_launches_are_laid_out_once_and_not_kept_forever(monkeypatch):
     assert len(calls) == 23
 
 
+def test_a_launch_during_another_leaves_its_numbers():
+    seen = []
+
+    def read(arguments):
+        addresses = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        return [ctypes.c_longlong.from_address(addresses[place]).value for place in range(2)]
+
+    def run(blocks, threads, arguments, stream):
+        if blocks > 1:
+            kernel.launch(blocks - 1, 32, 7, blocks - 1)
+        seen.append(read(arguments))
+
+    kernel = bridge.Kernel(run, torch.device("cpu"), ("pointer", "int64"))
+    for _ in range(3):
+        kernel.launch(3, 32, 7, 3)
+    assert seen == [[7, 1], [7, 2], [7, 3]] * 3
+    assert len(kernel._places) == 3  # used again
+
+
 TYPED = """
 extern "C" __global__ void __launch_bounds__(512, 2)
 typed(const float* in, double* out, double factor,
@@ -167,6 +187,16 @@ def test_an_argument_arrives_as_the_type_in_its_place():
     for arguments in refused:
         with pytest.raises((TypeError, ValueError)):
             kernel(1, 32, *arguments)
+    for factor, count, expected in ((2, 5, 11.0), (True, 1, 4.0), (0.5, 0, 1.5)):
+        kernel.launch(1, 32, value.data_ptr(), out.data_ptr(), factor, count)
+        assert out.item() == expected
+    for numbers in (
+        (value.data_ptr(), out.data_ptr(), 2.0, 5.5),
+        (value.data_ptr(), out.data_ptr(), 2.0),
+        (None, 0, 2.0, 5),
+    ):
+        with pytest.raises(struct.error):
+            kernel.launch(1, 32, *numbers)
     with pytest.raises(ValueError, match="not in memory of its own"):
         kernel(1, 32, value.to("meta"), out, 2.0, 5)
 

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch, layer_norm, rms_norm
+from fabricamp.ops.norm import autograd as norm_autograd
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import normalization
 from fabricamp.ops.norm import plans as norm_plans
+from fabricamp.ops.norm import references as norm_references
 from tests.cuda_on_cpu.compiler import ON_GPU, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 
@@ -225,8 +227,10 @@ def test_a_second_derivative_needs_the_input(device):
 def test_compiled_whole(device, kind, memory_efficient, monkeypatch):
     launches = []
     for way in ("forward", "backward"):
-        spied = getattr(norm_kernels, way)
-        monkeypatch.setattr(norm_kernels, way, lambda *a, _spied=spied, **k: (launches.append(1), _spied(*a, **k))[1])
+        spied = getattr(norm_kernels.Kernels, way)
+        monkeypatch.setattr(
+            norm_kernels.Kernels, way, lambda *a, _spied=spied, **k: (launches.append(1), _spied(*a, **k))[1]
+        )
     x, weight, bias = operands(device, 4, 24, (S, S))
     parameters = (weight, bias) if kind == "layer" else (weight,)
 
@@ -255,8 +259,8 @@ def test_compiled_for_any_number_of_rows(device):
 @pytest.mark.parametrize("efficient", [False, True])
 def test_the_operators_are_what_they_say(device, efficient):
     x, weight, bias = operands(device, 4, 24, (S, S))
-    torch.library.opcheck(normalization._forward_op, (x, weight, bias, 24, 1e-5, S, True, efficient))
-    torch.library.opcheck(normalization._forward_op, (x.detach(), None, None, 24, 1e-5, H, False, efficient))
+    torch.library.opcheck(norm_autograd._forward_op, (x, weight, bias, 24, 1e-5, S, True, efficient))
+    torch.library.opcheck(norm_autograd._forward_op, (x.detach(), None, None, 24, 1e-5, H, False, efficient))
 
 
 @one_order
@@ -321,6 +325,53 @@ def test_nothing_is_kept_without_gradients(device):
 
 
 @one_order
+def test_calls_of_a_kind_are_laid_out_once_and_ask_no_registry(device, monkeypatch):
+    x, weight, bias = operands(device, 4, 24, (S, S))
+
+    def step():
+        return torch.autograd.grad(layer_norm(x, 24, weight, bias).sum(), [x, weight, bias])
+
+    expected = step()
+
+    def refuse(*_, **__):
+        raise AssertionError("asked again")
+
+    for module, name in ((normalization, "_norm"), (norm_kernels, "kernel"), (norm_autograd, "_forward_op")):
+        monkeypatch.setattr(module, name, refuse)
+    assert all(torch.equal(one, other) for one, other in zip(step(), expected, strict=True))
+    with pytest.raises(AssertionError, match="asked again"):
+        layer_norm(x[:, :12], 12)
+
+
+@one_order
+def test_a_choice_that_changes_is_followed(device):
+    x = torch.randn(3, 24, device=device, requires_grad=True)
+
+    def runs():
+        return "kernel" if type(layer_norm(x, 24).grad_fn).__name__ == "_NormaliseBackward" else "torch"
+
+    found = [runs()]
+    with dispatch.always("torch"):
+        found.append(runs())
+        dispatch.forget()
+    found.append(runs())
+    with references(device):
+        found.append(runs())
+    assert [*found, runs()] == ["kernel", "torch", "kernel", "torch", "kernel"]
+
+
+@one_order
+def test_a_tensor_whose_memory_was_freed_is_refused(device):
+    x, weight, bias = operands(device, 4, 24, (S, S))
+    made = layer_norm(x, 24, weight, bias)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="freed storage"):
+        layer_norm(x, 24, weight, bias)
+    with pytest.raises(ValueError, match="freed storage"):
+        torch.autograd.grad(made.sum(), x)
+
+
+@one_order
 def test_float64_is_torchs(device):
     x = torch.randn(3, 24, dtype=D, device=device, requires_grad=True)
     assert torch.equal(layer_norm(x, 24), F.layer_norm(x, (24,)))
@@ -334,10 +385,10 @@ def test_the_smallest_eps_is_torchs(device, dtype):
     torch.testing.assert_close(rms_norm(x, 24), F.rms_norm(x, (24,)), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("reference", [normalization.layer_norm_reference, normalization.rms_norm_reference])
+@pytest.mark.parametrize("reference", [norm_references.layer_norm_reference, norm_references.rms_norm_reference])
 def test_references_in_float64(reference):
     x, weight, bias = operands("cpu", 5, 12, (D, D))
-    if reference is normalization.layer_norm_reference:
+    if reference is norm_references.layer_norm_reference:
         assert torch.equal(reference(x, 12, weight, bias), F.layer_norm(x, (12,), weight, bias))
     else:
         torch.testing.assert_close(reference(x, 12, weight), F.rms_norm(x, (12,), weight))

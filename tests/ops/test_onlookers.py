@@ -92,6 +92,14 @@ def test_transforms(pair, transform):
     pair.agree(lambda function: transform(lambda x: function(x).sin().sum())(pair.x))
 
 
+def test_what_a_transform_has_left_behind(pair):
+    left = []
+    torch.func.grad(lambda x: (left.append(2 * x), x.sum())[1])(pair.x)
+    with torch.no_grad():
+        pair.agree(lambda function: function(left[0]))
+    pair.agree(lambda function: function(left[0]).detach())
+
+
 def test_compiled_transforms(pair):
     torch._dynamo.reset()
 

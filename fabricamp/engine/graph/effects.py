@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import pickle
 import random
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -94,18 +95,18 @@ class Constants:
     def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
         modules = list(module.modules())
         tables = [*((vars(one), kept_apart(one)) for one in modules), (hparams, frozenset())]
-        self._plain = [
+        plain = [
             (table, itemgetter(*names), names)
             for table, apart in tables
             if (names := [name for name, value in table.items() if name not in apart and _is_plain(value)])
         ]
-        self._values = [get(table) for table, get, _ in self._plain]
-        self._children = [
-            (table, tuple(table.values()))
-            for one in modules
-            for table in (one._modules, one._parameters, one._buffers)
-            if table
-        ]
+        self._tables = [table for table, _, _ in plain]
+        self._getters = [getter for _, getter, _ in plain]
+        self._names = [names for _, _, names in plain]
+        self._values = list(map(operator.call, self._getters, self._tables))
+        self._parents = [table for one in modules for table in (one._modules, one._parameters, one._buffers) if table]
+        self._lengths = list(map(len, self._parents))
+        self._children = [child for table in self._parents for child in table.values()]
         self._loose = [
             (table, name, value)
             for table, apart in tables[:-1]
@@ -118,13 +119,13 @@ class Constants:
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        for table, children in self._children:
-            if len(table) != len(children) or not all(map(operator.is_, table.values(), children)):
-                return False
+        present = chain.from_iterable(map(_children, self._parents))
+        if list(map(len, self._parents)) != self._lengths or not all(map(operator.is_, present, self._children)):
+            return False
         if any(table.get(name) is not value for table, name, value in self._loose):
             return False
         try:
-            plain = all(get(table) == values for (table, get, _), values in zip(self._plain, self._values, strict=True))
+            plain = list(map(operator.call, self._getters, self._tables)) == self._values
         except KeyError:
             return False
         return (
@@ -135,7 +136,7 @@ class Constants:
 
     def changed(self) -> str:
         """Names a plain attribute that is not what it was; an empty string where it is something else."""
-        for (table, _, names), values in zip(self._plain, self._values, strict=True):
+        for table, names, values in zip(self._tables, self._names, self._values, strict=True):
             before = values if len(names) > 1 else (values,)
             for name, value in zip(names, before, strict=True):
                 if name not in table or not _same(value, table[name], 0):
@@ -147,4 +148,5 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
+_children: Final = operator.methodcaller("values")
 _requires_grad: Final = operator.attrgetter("requires_grad")

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.ops.bridge import Kernel, kernel
+from fabricamp.ops.bridge import Kernel, address_of, kernel
 from fabricamp.ops.norm import clusters
 from fabricamp.ops.norm import plans as norm_plans
 from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
@@ -16,13 +16,6 @@ from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
 _ANY: Final = 2**31 - 1
 _COLUMN_BLOCKS: Final = 3
 """Blocks of norm_columns.cu that a multiprocessor holds."""
-
-
-class Statistics(NamedTuple):
-    """What normalised each row, fp32: its mean (empty for RMSNorm) and one over its deviation."""
-
-    mean: Tensor
-    root: Tensor
 
 
 class Launch(NamedTuple):
@@ -44,25 +37,6 @@ def _forward(norm: Norm, aligned: bool) -> Launch:
     layout, blocks = found or (norm_plans.over(norm.width, vector), 1)
     run = kernel(file, file, (), norm.device, norm.defines(**layout.numbers(), BLOCKS=blocks))
     return Launch(run, layout.groups, layout.threads, cluster=layout.cluster)
-
-
-def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> tuple[Tensor, Statistics]:
-    """Returns ``x`` (contiguous) with each row of ``norm.width`` elements normalised, and what did it."""
-    rows = x.numel() // norm.width
-    output = torch.empty(x.shape, dtype=norm.output, device=x.device)
-    root = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = torch.empty(rows if norm.center else 0, dtype=torch.float32, device=x.device)
-    launch = _forward(norm._replace(efficient=False), _aligned(x, weight, bias))  # backward alone differs
-    launch.run(-(-rows // launch.rows) * launch.cluster, launch.threads, x, weight, bias, output, mean, root, rows, eps)
-    return output, Statistics(mean, root)
-
-
-def _aligned(*tensors: Tensor | None) -> bool:
-    together = 0
-    for one in tensors:
-        if one is not None:
-            together |= one.data_ptr()
-    return together % 16 == 0
 
 
 @functools.cache
@@ -110,20 +84,6 @@ def _wide(norm: Norm, aligned: bool, sums: bool) -> Wide:
     return Wide(Launch(row_sums, 1, over.lanes), Launch(columns, 8, 256, parts), tiles)
 
 
-def _read_twice(
-    operands: tuple[Tensor | None, ...], of_input: Tensor, norm: Norm, eps: float, *, aligned: bool, sums: bool
-) -> Tensor | None:
-    """Writes the gradient of the input; returns sums of columns over parts of the rows."""
-    wide = _wide(norm, aligned, sums)
-    rows = of_input.numel() // norm.width
-    parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
-    shares = torch.empty(rows, 2, dtype=torch.float32, device=norm.device)
-    partials = _partials(norm, parts) if sums else None
-    wide.row_sums.run(rows, wide.row_sums.threads, *operands, shares, eps)
-    wide.columns.run(parts * wide.tiles, wide.columns.threads, *operands, shares, of_input, partials, rows, eps)
-    return partials
-
-
 @functools.cache
 def _finish(parameter: torch.dtype, weight: bool, bias: bool, device: torch.device) -> Kernel:
     norm = Norm(1, False, parameter, parameter, parameter, weight, bias, False, device)  # the width is an argument here
@@ -131,49 +91,115 @@ def _finish(parameter: torch.dtype, weight: bool, bias: bool, device: torch.devi
     return kernel("norm_finish", "norm_finish", (), norm.device, norm.defines(**layout.numbers()))
 
 
-def backward(
-    gradient: Tensor,
-    saved: Tensor,
-    statistics: Statistics,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: Norm,
-    eps: float,
-    *,
-    sums: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of input, weight and bias; the last two are None where there are none, or without ``sums``.
+class Kernels:
+    """The kernels of one norm, each laid out and compiled when it is first needed.
 
-    ``gradient`` and ``saved`` (the input, or the output) are contiguous.  The same call gives the same bits.
+    Tensors are contiguous, on its device, and in memory of their own; ``weight`` and ``bias`` are None where it has none.
     """
-    rows = gradient.numel() // norm.width
-    of_input = torch.empty(saved.shape, dtype=norm.input, device=saved.device)
-    aligned = _aligned(gradient, saved, weight, bias)
-    operands = gradient, saved, *statistics, weight, bias
-    launch = _backward(norm, aligned, sums)
-    if launch is None:
-        partials = _read_twice(operands, of_input, norm, eps, aligned=aligned, sums=sums)
-    else:
-        parts = min(-(-rows // launch.rows), launch.parts)
-        partials = _partials(norm, parts) if sums else None
-        launch.run(parts * launch.cluster, launch.threads, *operands, of_input, partials, rows, eps)
-    if partials is None:
-        return of_input, None, None
-    of_weight = torch.empty_like(weight) if weight is not None else None
-    of_bias = torch.empty_like(bias) if bias is not None else None
-    assert norm.parameter is not None
-    finish = _finish(norm.parameter, norm.weight, norm.bias, norm.device)
-    finish(
-        -(-norm.width * (norm.weight + norm.bias) // 32), 1024, partials, of_weight, of_bias, len(partials), norm.width
-    )
-    return of_input, of_weight, of_bias
+
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+        self._width = norm.width
+        self._output = None if norm.output == norm.input else norm.output
+        self._parameters = norm.weight + norm.bias
+        without_backward = norm._replace(efficient=False)  # backward alone differs
+        self._forward = functools.cache(functools.partial(_forward, without_backward))
+        self._backward = functools.cache(functools.partial(_backward, norm))
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns ``x`` with each row normalised, and what did it, fp32: means (of LayerNorm), then one over each deviation."""
+        norm, rows = self.norm, x.numel() // self._width
+        output = torch.empty_like(x) if self._output is None else torch.empty_like(x, dtype=self._output)
+        statistics = torch.empty(2 * rows if norm.center else rows, dtype=torch.float32, device=norm.device)
+        of_x, of_weight, of_bias = _place(x), _place(weight), _place(bias)
+        means = statistics.data_ptr()
+        roots = means + 4 * rows if norm.center else means
+        launch = self._forward((of_x | of_weight | of_bias) % 16 == 0)
+        launch.run.launch(
+            -(-rows // launch.rows) * launch.cluster, launch.threads,
+            of_x, of_weight, of_bias, output.data_ptr(), means, roots, rows, eps,
+        )  # fmt: skip
+        return output, statistics
+
+    def backward(
+        self,
+        gradient: Tensor,
+        saved: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        sums: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the gradients of input, weight and bias; the last two are None where there are none, or without ``sums``.
+
+        ``saved`` is the input, or the output.  The same call gives the same bits.
+        """
+        norm, rows = self.norm, gradient.numel() // self._width
+        of_input = torch.empty_like(saved) if self._output is None else torch.empty_like(saved, dtype=norm.input)
+        above, kept, factor, shift = _place(gradient), _place(saved), _place(weight), _place(bias)
+        aligned = (above | kept | factor | shift) % 16 == 0
+        means = statistics.data_ptr()
+        operands = above, kept, means, means + 4 * rows if norm.center else means, factor, shift
+        launch = self._backward(aligned, sums)
+        if launch is None:
+            partials = self._read_twice(operands, of_input.data_ptr(), rows, eps, aligned=aligned, sums=sums)
+        else:
+            parts = min(-(-rows // launch.rows), launch.parts)
+            partials = self._partials(parts) if sums else None
+            blocks, summed = parts * launch.cluster, 0 if partials is None else partials.data_ptr()
+            launch.run.launch(blocks, launch.threads, *operands, of_input.data_ptr(), summed, rows, eps)
+        return of_input, *((None, None) if partials is None else self._finished(partials, weight, bias))
+
+    def _partials(self, parts: int) -> Tensor:
+        """Memory for the sums of columns over so many parts of the rows."""
+        return torch.empty(parts, self._parameters * self._width, dtype=torch.float32, device=self.norm.device)
+
+    def _finished(
+        self, partials: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, from the sums."""
+        of_weight = None if weight is None else torch.empty_like(weight)
+        of_bias = None if bias is None else torch.empty_like(bias)
+        self._finish.launch(
+            -(-self._width * self._parameters // 32), 1024,
+            partials.data_ptr(), _place(of_weight), _place(of_bias), partials.shape[0], self._width,
+        )  # fmt: skip
+        return of_weight, of_bias
+
+    @functools.cached_property
+    def _finish(self) -> Kernel:
+        norm = self.norm
+        assert norm.parameter is not None
+        return _finish(norm.parameter, norm.weight, norm.bias, norm.device)
+
+    def _read_twice(
+        self, operands: tuple[int, ...], of_input: int, rows: int, eps: float, *, aligned: bool, sums: bool
+    ) -> Tensor | None:
+        """Writes the gradient of the input; returns sums of columns over parts of the rows."""
+        wide = _wide(self.norm, aligned, sums)
+        parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
+        shares = torch.empty(rows, 2, dtype=torch.float32, device=self.norm.device)
+        partials = self._partials(parts) if sums else None
+        summed, shared = 0 if partials is None else partials.data_ptr(), shares.data_ptr()
+        wide.row_sums.run.launch(rows, wide.row_sums.threads, *operands, shared, eps)
+        blocks = parts * wide.tiles
+        wide.columns.run.launch(blocks, wide.columns.threads, *operands, shared, of_input, summed, rows, eps)
+        return partials
 
 
-def _partials(norm: Norm, parts: int) -> Tensor:
-    return torch.empty(parts, norm.weight + norm.bias, norm.width, dtype=torch.float32, device=norm.device)
+def _place(tensor: Tensor | None) -> int:
+    """Where its elements are; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr() or address_of(tensor)
+
+
+@functools.cache
+def kernels_of(norm: Norm) -> Kernels:
+    """Returns the kernels of ``norm``."""
+    return Kernels(norm)
 
 
 def forget() -> None:
     """Lays out and compiles anew at the next call: for those who change what compiles."""
-    for cached in (_forward, _backward, _wide, _finish):
+    for cached in (kernels_of, _forward, _backward, _wide, _finish):
         cached.cache_clear()

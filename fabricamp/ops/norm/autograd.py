@@ -1,0 +1,179 @@
+"""The kernels of LayerNorm and RMSNorm under autograd: as a function, and as operations that compilers and modes see."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.dispatch import is_batch
+from fabricamp.ops.norm.kernels import Kernels, kernels_of
+from fabricamp.ops.norm.plans import Norm
+from fabricamp.ops.norm.references import layer_norm_reference, rms_norm_reference
+from fabricamp.torch_private import unobserved_apply
+
+
+def contiguous(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the operands as kernels read them."""
+    return (
+        x.contiguous(),
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+    )
+
+
+class _Normalise(torch.autograd.Function):
+    """The kernels under autograd: a custom operator's way costs more on the host, and eager calls pay it every time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels, eps: float
+    ) -> Tensor:
+        output, statistics = kernels.forward(x, weight, bias, eps)
+        ctx.save_for_backward(output if kernels.norm.efficient else x, weight, bias, statistics)
+        ctx.kernels, ctx.eps = kernels, eps
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kernels: Kernels = ctx.kernels
+        if torch.is_grad_enabled() or is_batch(gradient):
+            return *_differentiable(ctx, kernels.norm, gradient), None, None
+        saved, weight, bias, statistics = ctx.saved_tensors
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        found = kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, ctx.eps, of_weight or of_bias)
+        return *found, None, None
+
+
+normalise: Final = unobserved_apply(_Normalise)
+"""Takes input, weight, bias, kernels and eps.  Not for functorch's transforms."""
+
+
+def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients by torch's operations, for those who differentiate them (``create_graph=True``), or ask for a batch of them."""
+    again = torch.is_grad_enabled()
+    if norm.efficient:
+        raise ConfigError(
+            "a norm with memory_efficient=True keeps its output in place of its input, and a second derivative, or a batch of "
+            "gradients, needs the input; make it with memory_efficient=False"
+        )
+    x, weight, bias, _ = ctx.saved_tensors
+    with torch.enable_grad():
+        rows = x.reshape(-1, norm.width)
+        factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
+        if norm.center:
+            result = layer_norm_reference(rows, norm.width, factor, shift, ctx.eps, dtype=norm.output)
+        else:
+            result = rms_norm_reference(rows, norm.width, factor, ctx.eps, dtype=norm.output)
+    wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=again))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+
+
+@torch.library.custom_op(
+    "fabricamp::norm_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, SymInt width, float eps, ScalarType dtype, bool center, bool efficient)"
+    " -> (Tensor, Tensor)",
+)
+def _forward_op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,
+    dtype: torch.dtype,
+    center: bool,
+    efficient: bool,
+) -> tuple[Tensor, Tensor]:
+    norm = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device)
+    return kernels_of(norm).forward(x, weight, bias, eps)
+
+
+@_forward_op.register_fake
+def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, width, _, dtype, center, _ = rest
+    rows = x.numel() // width
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(2 * rows if center else rows, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "fabricamp::norm_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor saved, Tensor statistics, Tensor? weight, Tensor? bias, SymInt width, float eps, "
+    "ScalarType dtype, bool center, bool efficient, bool sums) -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    gradient: Tensor,
+    saved: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,
+    dtype: torch.dtype,
+    center: bool,
+    efficient: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    norm = _norm_of(dtype, weight, bias, width, gradient.dtype, center, efficient, gradient.device)
+    found = kernels_of(norm).backward(gradient.contiguous(), saved, statistics, weight, bias, eps, sums)
+    of_input, of_weight, of_bias = (gradient.new_empty(0) if one is None else one for one in found)
+    return of_input, of_weight, of_bias
+
+
+@_backward_op.register_fake
+def _backward_shapes(gradient: Tensor, saved: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, weight, bias, _, _, dtype, _, _, sums = rest
+    of_weight, of_bias = (
+        gradient.new_empty(0) if one is None or not sums else torch.empty_like(one) for one in (weight, bias)
+    )
+    return saved.new_empty(saved.shape, dtype=dtype), of_weight, of_bias
+
+
+def _norm_of(
+    given: torch.dtype,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    output: torch.dtype,
+    center: bool,
+    efficient: bool,
+    device: torch.device,
+) -> Norm:
+    """What an operation that was chosen elsewhere is laid out for."""
+    first = bias if weight is None else weight
+    parameter = None if first is None else first.dtype
+    return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, width, eps, dtype, center, efficient = inputs
+    made, statistics = output
+    ctx.save_for_backward(made if efficient else x, weight, bias, statistics)
+    ctx.norm, ctx.eps = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device), eps
+
+
+def _backward_of_op(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    norm: Norm = ctx.norm
+    if torch.is_grad_enabled():
+        return *_differentiable(ctx, norm, gradient), *[None] * 5
+    saved, weight, bias, statistics = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:3]
+    found = _backward_op(
+        gradient, saved, statistics, weight, bias, norm.width, ctx.eps, norm.input, norm.center, norm.efficient,
+        any(needed[1:]),
+    )  # fmt: skip
+    return *[one if wanted else None for one, wanted in zip(found, needed, strict=True)], *[None] * 5
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+
+
+def registered(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> Tensor:
+    """Returns ``x`` normalised by one registered operation, for what records these."""
+    x, weight, bias = contiguous(x, weight, bias)
+    made: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]
+    return made
