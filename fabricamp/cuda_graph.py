@@ -22,7 +22,8 @@ class CudaGraph(NamesKeywords):
     Args:
         warmup: at which batch of a shape that shape is captured; those before it run eagerly, and are steps like all others.
         shapes: how many shapes of batches are captured at most; others run eagerly.
-        check_every: compares a replay with an eager step, bit by bit, every so many replays; 0: the first one of a shape only.
+        check_every: compares a replay with an eager step, bit by bit, every so many replays, on all ranks at the same; 0: the first
+            one of a shape only.
         required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.
 
     Raises:
@@ -76,7 +77,7 @@ def reason_against(device_type: str, strategy: Strategy, settings: Settings) -> 
     """Returns why no step of a Trainer with these arguments can be captured, and what to give; else an empty string."""
     if device_type != "cuda":
         return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
-    if refusal := strategy.refuses_graph(settings.most_accumulated):
+    if refusal := strategy.refuses_graph():
         return refusal
     if settings.detect_anomaly:
         return "detect_anomaly=True reads each operation's result on the host; leave one of them out"

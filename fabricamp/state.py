@@ -112,6 +112,7 @@ class RunState:
         "num_dataloaders",
         "open_batches",
         "passed",
+        "peak_bytes",
         "runs_as",
         "scope",
         "should_stop",
@@ -143,6 +144,7 @@ class RunState:
         self.batch: Any = None
         self.ahead = False  # hooks run that move a batch ahead of its step
         self.capturing = False  # the step that runs is captured as a CUDA graph
+        self.peak_bytes = 0  # the most that was allocated on the GPU before torch's own peak was last set back
         self.runs_as = ""  # "graph" or "eager" where a CUDA graph was asked for
         self.dataloader_idx = 0
         self.num_dataloaders = 1

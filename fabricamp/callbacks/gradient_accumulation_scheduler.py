@@ -23,8 +23,8 @@ class GradientAccumulationScheduler(Callback):
         scheduling: how many micro-batches make a step, by the epoch, from 0, from which on.
 
     Raises:
-        ConfigError: for another mapping; in a fit with ``accumulate_grad_batches``, ``partial_window="carry"``, ``cuda_graph`` or
-            manual optimization.
+        ConfigError: for another mapping; in a fit with ``accumulate_grad_batches``, ``partial_window="carry"`` or manual
+            optimization.
 
     Example:
         >>> scheduler = GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})

@@ -155,7 +155,7 @@ class ThroughputMonitor(Callback):
         times = [1e3 * took for _, took in done]
         values |= {f"step_ms_p{share}": percentile(times, share / 100) for share in _PERCENTILES}
         values["data_share"] = sum(step.reading for step, _ in done) / host
-        values |= self._flops(trainer, sums["batches"]) | _memory(trainer.strategy.device)
+        values |= self._flops(trainer, sums["batches"]) | _memory(trainer)
         names = {f"train/{name}".replace("/", self.separator): value for name, value in values.items()}
         trainer.delivery.log_metrics(names, trainer.global_step - 1)
 
@@ -171,12 +171,13 @@ class ThroughputMonitor(Callback):
         return {"device/flops_per_sec": flops, **({"device/mfu": flops / available} if available else {})}
 
 
-def _memory(device: torch.device) -> dict[str, float]:
+def _memory(trainer: Trainer) -> dict[str, float]:
+    device = trainer.strategy.device
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
     return {
-        "memory/peak_bytes": stats["allocated_bytes.all.peak"],
+        "memory/peak_bytes": max(trainer.state.peak_bytes, stats["allocated_bytes.all.peak"]),
         "memory/reserved_bytes": stats["reserved_bytes.all.current"],
     }
 

@@ -37,15 +37,19 @@ class LossWeights:
         self.accumulate = accumulate
         self.total = torch.zeros((), dtype=torch.float64, device=strategy.device)
         """What this rank's micro-batches of the window weigh."""
-        self.reference = torch.zeros_like(self.total) if reference is None else reference.to(self.total)
+        self.reference = torch.zeros_like(self.total)
+        if reference is not None:
+            self.reference.copy_(reference)
         self._knows_reference = reference is not None
+        self.number: float | None = None
+        """The last micro-batch's weight, where it came as a number of the host."""
 
     def take(self, loss: Tensor, weight: Any) -> Tensor:
         """Takes note of a micro-batch; returns what backward runs on, but for the number of micro-batches."""
         own = self._on_device(weight)
         if not self._knows_reference:
             self._knows_reference = True
-            self.reference = _power_of_two(self._strategy.reduce(own, "mean"), torch.ones_like(own))
+            self.reference.copy_(_power_of_two(self._strategy.reduce(own, "mean"), torch.ones_like(own)))
         self.total += own
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         return loss / self.reference.to(loss.dtype)
@@ -62,7 +66,7 @@ class LossWeights:
         """Ends a window; returns its divisor: infinite without any weight (gradients are 0 then), not a number below 0."""
         mean = self._strategy.reduce(self.total, "sum") / (self.accumulate * self._strategy.world_size)
         divisor = mean / self.reference
-        self.reference = _power_of_two(mean, self.reference)
+        self.reference.copy_(_power_of_two(mean, self.reference))  # in its place: a graph reads it there
         self.forget()
         return divisor.masked_fill(divisor == 0, math.inf).masked_fill(divisor < 0, math.nan)
 
@@ -91,11 +95,13 @@ class LossWeights:
         return {"weight": weight, **others, "loss": total.detach() / weight}
 
     def _on_device(self, weight: Any) -> Tensor:
+        self.number = None
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
             if weight.device == self.total.device:
                 return weight.detach().reshape(()).to(torch.float64)
             weight = weight.item() if weight.device.type == "cpu" else weight
         if isinstance(weight, Real) and 0 <= float(weight) < math.inf:
+            self.number = float(weight)
             return torch.full_like(self.total, float(weight))
         raise ConfigError(
             f"training_step returned a pair, (sum, weight), whose weight is {_described(weight)}; give a number from 0 or a "

@@ -124,7 +124,7 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
     if problem := update.load_window_state({**window, "tensors": [_unstacked(one, own) for one in window["tensors"]]}):
         return problem
     held = window["held"][strategy.rank] if same_ranks else gradients
-    strategy.resume_window()
+    strategy.note_window(begun=True)
     for name in held:
         parameter = parameters[name]
         parameter.grad = copied = gradients[name].to(parameter.device, copy=True)

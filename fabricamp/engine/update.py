@@ -134,6 +134,7 @@ class Update:
         """Forgets a window that was begun."""
         self.loss = None
         self._state.open_batches = 0
+        self._parts.strategy.note_window(begun=False)
         if self.weights is not None:
             self.weights.forget()
 

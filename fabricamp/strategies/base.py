@@ -221,14 +221,17 @@ class Strategy(NamesKeywords):
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return contextlib.nullcontext()
 
-    def refuses_graph(self, accumulate: int) -> str:
-        """Returns why windows of so many micro-batches cannot be captured as graphs, and what to give; empty where they can."""
+    def refuses_graph(self) -> str:
+        """Returns why steps cannot be captured as graphs, and what to give; empty where they can."""
         if self.name == "single":
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
 
-    def resume_window(self) -> None:
-        """Called where a resumed run goes on within a window: the next forward shares no more than it would have there."""
+    def note_window(self, *, begun: bool) -> None:
+        """Told whether the next forward goes on with a window that has ``begun``, where no forward before it has shown that.
+
+        In a resumed run, where a window was dropped, and behind a replay of a CUDA graph.
+        """
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Ends the exchange of a window's gradients and says where the update finds them.

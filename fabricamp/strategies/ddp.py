@@ -121,13 +121,8 @@ class DDP(ProcessGroupStrategy):
             self._check_mode(automatic=True, accumulates=True)
         return self._wrapper.no_sync()
 
-    def refuses_graph(self, accumulate: int) -> str:
-        """Returns why windows of so many micro-batches cannot be captured as graphs, and what to give; empty where they can."""
-        if accumulate > 1:
-            return (
-                f"strategy 'ddp' with accumulate_grad_batches={accumulate} is not captured: torch's wrapper counts micro-batches "
-                "on the host; give strategy='delayed_ddp'"
-            )
+    def refuses_graph(self) -> str:
+        """Returns why steps cannot be captured as graphs, and what to give; empty where they can."""
         if self.find_unused_parameters:
             return (
                 "DDP(find_unused_parameters=True) looks on the host for what a step has used; give strategy='delayed_ddp', which "
@@ -135,10 +130,11 @@ class DDP(ProcessGroupStrategy):
             )
         return ""
 
-    def resume_window(self) -> None:
-        """Keeps a new wrapper from sharing rank 0's buffers with its first forward: the window's first one has done so."""
-        if self._wrapper is not None:
-            self._wrapper.require_forward_param_sync = False
+    def note_window(self, *, begun: bool) -> None:
+        """Lets the wrapper share rank 0's buffers with the next forward where that is the first of a window."""
+        wrapper = self._wrapper
+        if wrapper is not None and wrapper.require_forward_param_sync is begun:
+            wrapper.require_forward_param_sync = not begun
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Ends the exchange of a window's gradients and says where the update finds them.

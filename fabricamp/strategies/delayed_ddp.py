@@ -180,7 +180,7 @@ class DelayedDDP(ProcessGroupStrategy):
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
         return self._local
 
-    def refuses_graph(self, accumulate: int) -> str:
+    def refuses_graph(self) -> str:
         """Returns an empty string: whatever is exchanged may be captured."""
         return ""
 

@@ -163,7 +163,7 @@ class FSDP(ProcessGroupStrategy):
             )
         return step
 
-    def refuses_graph(self, accumulate: int) -> str:
+    def refuses_graph(self) -> str:
         """Returns that nothing is captured."""
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
 

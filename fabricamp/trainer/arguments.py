@@ -167,7 +167,6 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
     others = {
         "accumulate_grad_batches": 1 if settings.accumulation_schedule is None else settings.accumulate_grad_batches,
         "partial_window": "step" if settings.partial_window == "carry" else settings.partial_window,
-        "cuda_graph": None,
     }
     for name, possible in others.items():
         given = getattr(settings, name)

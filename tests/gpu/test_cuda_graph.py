@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -187,7 +188,9 @@ def test_windows_that_an_epoch_leaves_open(precision, partial):
 def test_the_bar_says_how_steps_run(capsys):
     fit(CudaGraph(warmup=4), max_epochs=2, enable_progress_bar=True)
     fit("auto", module=Effect("counter"), max_epochs=1, enable_progress_bar=True)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    said = capsys.readouterr().out
+    assert re.search(r"CUDA graph: steps of batches \(8, 1, 8, 8\), \(8,\) are replayed .* with \d+\.\d\d GiB", said)
+    lines = [line for line in said.splitlines() if line.startswith("epoch")]
     assert ["graph" in line for line in lines] == [True, True, False]
     assert "eager" in lines[2]
 
@@ -284,16 +287,18 @@ def test_other_optimizers_and_clips(precision, optimizer, clip):
 
 def test_it_replays_and_gives_the_stream_and_memory_back():
     outer = torch.cuda.current_stream()
-    steps = []
+    steps, addresses = [], []
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             (step,) = captured(trainer)._steps.values() or (None,) if trainer.global_step > 10 else (None,)
             steps.append(step and step.replays)
+            addresses.append([one.grad.data_ptr() for one in module.parameters()])
 
     trainer, *_ = fit(True, max_epochs=1, callbacks=[Look()])
     assert steps[10] == 1  # the eleventh batch is the first replay
     assert steps[-2] == 20
+    assert addresses[10:-1] == [addresses[10]] * 20  # gradients stay where the graph writes them
     assert torch.cuda.current_stream() == outer
     assert not captured(trainer)._steps
 
@@ -356,6 +361,7 @@ class Effect(Net):
     def __init__(self, kind):
         super().__init__()
         self.kind, self.counter, self.outputs, self.nested = kind, 0, [], {"a": {"b": []}}
+        self.hidden = [torch.Generator("cuda").manual_seed(5)]
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -377,6 +383,8 @@ class Effect(Net):
             loss = loss * (1 + loss.item())
         elif self.kind == "none":
             return None
+        elif self.kind == "generator":
+            loss = loss * torch.rand((), generator=self.hidden[0], device="cuda")
         elif self.kind == "broken" and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()
         return loss
@@ -393,6 +401,7 @@ WORDS = {
     "item": r"waits for the device: .*test_cuda_graph.py:\d+",
     "none": "returned no loss",
     "broken": r"what a capture cannot hold .*",
+    "generator": r"what a capture cannot hold .*",
 }
 
 

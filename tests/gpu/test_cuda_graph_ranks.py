@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from fabricamp import Callback, CudaGraph, OptLevel, TrainingModule
+from fabricamp.callbacks import GradientAccumulationScheduler
+from fabricamp.engine.graph import update
+from fabricamp.engine.graph.comparison import compare
 from fabricamp.optimizers import FusedAdam, FusedSGD
 from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
@@ -72,15 +75,18 @@ class Net(TrainingModule):
 
 class Watch(Callback):
     def __init__(self):
-        self.losses, self.replays = [], 0
+        self.losses, self.replays, self.first = [], 0, 0
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].clone())
         graph = trainer._runner.session.graphs.update
         self.replays = 0 if graph is None else sum(one.replays for one in graph._steps.values())
+        self.first = self.first or (trainer.global_step if self.replays else 0)
 
 
-def fitted(strategy, graph, level="O0", optimizer=FusedAdam, accumulate=1, sync=True, callbacks=(), **data):
+def fitted(
+    strategy, graph, level="O0", optimizer=FusedAdam, accumulate=1, sync=True, partial="step", callbacks=(), **data
+):
     watch = Watch()
     trainer = quiet_trainer(
         accelerator="gpu",
@@ -90,6 +96,7 @@ def fitted(strategy, graph, level="O0", optimizer=FusedAdam, accumulate=1, sync=
         max_epochs=3,
         gradient_clip_val=1.0,
         accumulate_grad_batches=accumulate,
+        partial_window=partial,
         sync_batchnorm=sync,
         log_every_n_steps=9,
         callbacks=[watch, *callbacks],
@@ -99,12 +106,14 @@ def fitted(strategy, graph, level="O0", optimizer=FusedAdam, accumulate=1, sync=
     torch.manual_seed(5 + trainer.global_rank)
     trainer.fit(module, DataLoader(Samples(60, **data), batch_size=None))
     state = [one.cpu() for one in module.state_dict().values()]
+    assert not graph or not isinstance(strategy, DDP) or watch.first >= 11  # torch's wrapper takes statistics before
     return state, torch.stack(watch.losses).cpu(), watch.replays, trainer.skipped_steps
 
 
+FAST = OptLevel("O1", scale_window=9)
 CASES = {
     "delayed O0": (DelayedDDP, {}),
-    "delayed O1 spikes": (DelayedDDP, {"level": OptLevel("O1", scale_window=9), "spikes": True}),
+    "delayed O1 spikes": (DelayedDDP, {"level": FAST, "spikes": True}),
     "delayed O2": (DelayedDDP, {"level": "O2", "optimizer": FusedSGD}),
     "delayed O5": (DelayedDDP, {"level": "O5"}),
     "delayed torch": (DelayedDDP, {"optimizer": torch.optim.AdamW, "sync": False}),
@@ -118,6 +127,15 @@ CASES = {
     "delayed O2 freezing": (DelayedDDP, {"level": "O2", "callbacks": ["Freeze"]}),
     "ddp O2 freezing": (DDP, {"level": "O2", "callbacks": ["Freeze"]}),
     "ddp O0 odd": (DDP, {"odd": True}),
+    "windows ddp O0": (DDP, {"accumulate": 3, "sync": False}),
+    "windows ddp O1 drop": (DDP, {"level": FAST, "accumulate": 4, "partial": "drop", "sync": False, "spikes": True}),
+    "windows ddp O1 torch": (DDP, {"level": "O1", "accumulate": 2, "optimizer": torch.optim.AdamW, "odd": True}),
+    "windows ddp O2": (DDP, {"level": "O2", "accumulate": 3, "optimizer": FusedSGD, "sync": False, "spikes": True}),
+    "windows ddp O0 views": (lambda: DDP(gradient_as_bucket_view=True), {"accumulate": 2}),
+    "windows ddp O5 change": (DDP, {"level": "O5", "callbacks": ["Change"]}),
+    "windows delayed O0 change": (DelayedDDP, {"callbacks": ["Change"], "sync": False}),
+    "checked delayed O1 odd": (DelayedDDP, {"level": "O1", "odd": True, "check": 3}),
+    "checked ddp O0 windows": (DDP, {"accumulate": 2, "sync": False, "check": 4}),
 }
 
 
@@ -126,16 +144,31 @@ def runs(names):
     found = {}
     for name in names:
         strategy, options = CASES[name]
+        options = dict(options)
+        callbacks, check = options.pop("callbacks", ()), options.pop("check", 0)
+        update.compare = compared = Counted(compare)
         found[name] = [
-            fitted(strategy(), graph, **{**options, "callbacks": [Freeze() for _ in options.get("callbacks", ())]})
-            for graph in (False, CudaGraph(warmup=4))
+            fitted(strategy(), graph, callbacks=[CALLBACKS[one]() for one in callbacks], **options)
+            for graph in (False, CudaGraph(warmup=4, check_every=check))
         ]
+        assert (compared.count > 6) is bool(check), (name, compared.count)
         print(name, [(one[2], one[3]) for one in found[name]], flush=True)
     dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("kind", ["delayed O", "delayed t", "overlapped", "ddp"])
+class Counted:
+    """What compares replays with eager steps, and how often it has."""
+
+    def __init__(self, compare):
+        self.count, self.compare = 0, compare
+
+    def __call__(self, *arguments):
+        self.count += 1
+        return self.compare(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["delayed O", "delayed t", "overlapped", "ddp", "windows", "checked"])
 def test_the_bits_of_eager_steps(kind):
     names = [name for name in CASES if name.startswith(kind)]
     for found in run_ranks(runs, 2, names, backend=None, start_method="spawn", timeout=280):
@@ -153,6 +186,9 @@ class Freeze(Callback):
         module.net[0].requires_grad_(trainer.current_epoch != 1)
 
 
+CALLBACKS = {"Freeze": Freeze, "Change": lambda: GradientAccumulationScheduler({0: 2, 2: 3})}
+
+
 class Late(Net):
     """One rank's step cannot be captured."""
 
@@ -168,22 +204,38 @@ def one_cannot():
     trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph="auto")
     trainer.fit(Late(), DataLoader(Samples(60), batch_size=None))
     why = trainer._runner.session.graphs.update.why_eager
-    words = ""
-    try:
-        quiet_trainer(
-            accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph=CudaGraph(check_every=5)
-        ).fit(Net(), DataLoader(Samples(8), batch_size=None))
-    except ConfigError as error:
-        words = str(error)
     dist.destroy_process_group()
-    return trainer.global_step, why, words
+    return trainer.global_step, why
 
 
 def test_where_one_rank_cannot_capture_all_run_eagerly():
-    (steps, first, words), (others, second, _) = run_ranks(
-        one_cannot, 2, backend=None, start_method="spawn", timeout=120
-    )
+    (steps, first), (others, second) = run_ranks(one_cannot, 2, backend=None, start_method="spawn", timeout=120)
     assert steps == others == 30
     assert "another rank cannot capture" in first
     assert "the step does what a capture cannot hold" in second
-    assert "check_every" in words
+
+
+class Raises(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 25:
+            raise RuntimeError("here")
+
+
+def ends_with_graphs():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    words, options = [], {"accelerator": "gpu", "devices": "auto", "strategy": "ddp", "max_epochs": 1}
+    for callbacks in ([], [Raises()]):
+        watch = Watch()
+        trainer = quiet_trainer(cuda_graph=CudaGraph(warmup=4), callbacks=[watch, *callbacks], **options)
+        try:
+            trainer.fit(Net(), DataLoader(Samples(60), batch_size=None))
+        except RuntimeError as error:
+            words.append(str(error))
+        words.append(watch.replays > 10)
+    return words
+
+
+def test_processes_end_after_graphs_with_exchanges():
+    """NCCL waits for ever where a group ends before a graph of its exchanges does; the group of a fit is the Trainer's own."""
+    for words in run_ranks(ends_with_graphs, 2, backend=None, start_method="spawn", timeout=60):
+        assert words == [True, "here", True]

@@ -21,6 +21,7 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.strategies import DDP, IN_PLACE, Environment
 from fabricamp.strategies.exchange import Exchange, elements_of
 from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, loader, quiet_trainer
 from tests.windows import summed
 
 CPU = torch.device("cpu")
@@ -559,3 +560,32 @@ def test_one_process_is_enough():
     finally:
         strategy.teardown()
     assert not dist.is_initialized()
+
+
+class Marked(Classifier):
+    """A buffer that ranks count up differently, and what a step finds in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mark", torch.zeros(()))
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        self.found.append(self.mark.item())
+        self.mark += 1 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+def drops_windows():
+    module = Marked()
+    trainer = quiet_trainer(
+        strategy="ddp", devices="auto", max_epochs=2, accumulate_grad_batches=2, partial_window="drop"
+    )
+    trainer.fit(module, loader(24))
+    return module.found
+
+
+def test_behind_a_dropped_window_every_rank_begins_with_rank_0s_buffers():
+    first, second = run_ranks(drops_windows, 2)
+    assert first == [0, 1, 2, 3, 4, 5]
+    assert second == [0, 2, 2, 3, 5, 5]

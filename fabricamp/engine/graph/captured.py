@@ -11,6 +11,7 @@ import torch
 
 from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_of
 from fabricamp.engine.graph.effects import Constants
+from fabricamp.engine.graph.generators import Generators
 from fabricamp.engine.graph.metric_states import MetricStates
 from fabricamp.torch_private import end_failed_capture
 
@@ -37,6 +38,7 @@ class Captured:
         self._inputs = tensors_of(inputs)
         self._tape = tape
         self._graph = torch.cuda.CUDAGraph()
+        self.generators = Generators(module)
         self.metric_states = MetricStates(module)
         self.constants = Constants(module, getattr(module, "hparams", {}))
 
@@ -47,7 +49,7 @@ class Captured:
         """
         captured = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with _put_back_on_failure(stream.device, pool), captured:
+            with self.generators.captured(self._graph), _ended_on_failure(stream.device, pool), captured:
                 self.outputs = run()
                 self.metric_states.settle()
         except BaseException:
@@ -60,6 +62,11 @@ class Captured:
         """Leaves the host as it was before the capture, whose first replay does not come."""
         self._tape.undo()
         self.metric_states.withdraw()
+
+    @property
+    def logged(self) -> torch.Tensor | None:
+        """Where the values lie that the call logs."""
+        return self._tape.table.bank
 
     def fits(self) -> bool:
         """Whether everything that the graph reads and writes is still where it was, and every number what it was."""
@@ -80,14 +87,11 @@ class Captured:
 
 
 @contextlib.contextmanager
-def _put_back_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
-    """A capture that fails leaves torch's generator and allocator as if it went on: both are brought out of it."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    spare = generator.clone_state()
+def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
+    """A capture that fails leaves torch's allocator as if it went on: it is brought out of it."""
     try:
         yield
     except BaseException:
-        generator.graphsafe_set_state(spare)
         with contextlib.suppress(RuntimeError):  # the capture had not begun, or torch has ended it
             end_failed_capture(device, pool)
         raise

@@ -12,12 +12,25 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from fabricamp.engine.graph.logs import LogTape
     from fabricamp.engine.graph.window import Role, WindowGradients
     from fabricamp.gradients.memory import GradientMemory
 
 _grad: Final = operator.attrgetter("grad")
+_NUMBERS: Final = (bool, int, float, str, tuple)
+
+
+def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
+    """Returns what tells whether the numbers of ``optimizer``, which a graph has as constants, are still the same."""
+    groups = optimizer.param_groups
+
+    def numbers() -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if isinstance(value, _NUMBERS)} for group in groups]
+
+    captured = numbers()
+    return lambda: numbers() == captured
 
 
 class CapturedStep(Captured):
@@ -56,9 +69,7 @@ class CapturedStep(Captured):
     def withdraw(self) -> None:
         """Leaves the gradients too as they were."""
         super().withdraw()
-        self._put(self._before)
-        if self._memory is not None:
-            self._memory.presence = self._presence[0]
+        self.ready()
 
     def fits(self) -> bool:
         """Whether that is so of the optimizer, too."""
@@ -69,6 +80,12 @@ class CapturedStep(Captured):
         if self._memory is not None and self._memory.presence != self._presence[0]:
             return False
         return self._role.opens or window.bring(self._before)
+
+    def ready(self) -> None:
+        """Leaves the host as the graph begins: a capture has made its gradients those of ``.grad`` already."""
+        self._put(self._before)
+        if self._memory is not None:
+            self._memory.presence = self._presence[0]
 
     def launch(self, batch: Any) -> None:
         """Runs the step on the device, with the graph's gradients in ``.grad`` behind it."""

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp.engine.graph.generators import Generators
     from fabricamp.engine.graph.metric_states import MetricCopies, MetricStates
+    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.precision.verdicts import Verdicts
 
@@ -28,7 +30,7 @@ class Copies(NamedTuple):
     """Parameters with their ``.grad``, and a copy of it."""
     presence: Presence | None
     metrics: MetricCopies
-    generator: Tensor
+    generators: list[Tensor]
 
 
 class StepState:
@@ -44,18 +46,22 @@ class StepState:
         verdicts: Verdicts | None,
         device: torch.device,
         metric_states: MetricStates,
+        generators: Generators,
         *,
         memory: GradientMemory | None = None,
+        weights: LossWeights | None = None,
         window: bool = False,
     ) -> None:
         found = dict(_named(module, optimizer, verdicts))
+        if weights is not None:
+            found |= {"the weight of the losses": weights.total, "the mean weight of the losses": weights.reference}
         if memory is not None:
             found |= {f"sums of gradients {number}": one for number, one in enumerate(memory.tensors)}
         self._tensors = {name: one for name, one in found.items() if one.device == device}
         self._parameters = list(module.parameters()) if window else []
         self._memory = memory
         self._metric_states = metric_states
-        self._device = device
+        self._generators = generators
 
     @property
     def bytes(self) -> int:
@@ -70,7 +76,7 @@ class StepState:
             [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
             None if self._memory is None else self._memory.presence,
             self._metric_states.copy(),
-            torch.cuda.get_rng_state(self._device),
+            self._generators.states(),
         )
 
     @torch.no_grad()
@@ -85,7 +91,7 @@ class StepState:
         if self._memory is not None and copies.presence is not None:
             self._memory.presence = copies.presence
         self._metric_states.put_back(copies.metrics)
-        torch.cuda.set_rng_state(copies.generator, self._device)
+        self._generators.put_back(copies.generators)
 
     def difference(self, copies: Copies) -> str:
         """Names the first tensor whose bits are not those of the copy, or the generator; an empty string where all are."""
@@ -99,29 +105,30 @@ class StepState:
                 return f"the gradient of parameter {number}"
         if changed := self._metric_states.difference(copies.metrics):
             return changed
-        equal = torch.equal(torch.cuda.get_rng_state(self._device), copies.generator)
-        return "" if equal else "the state of the device's random generator"
+        return "" if self._generators.are(copies.generators) else "the state of a random generator on the device"
 
 
 def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]) -> str:
     """Returns what an ``eager`` step from ``before`` leaves otherwise than the replay that has run; an empty string for nothing.
 
     Where two eager steps differ from each other too, the step's own kernels are not deterministic, and nothing is said of it.
-    ``everywhere`` answers whether all ranks are of one mind: each runs as many eager steps as the others.
+    ``everywhere`` answers whether all ranks are of one mind: each runs as many eager steps as the others.  All is left as the
+    replay has left it, or where that is wrong on some rank as it was ``before``.
     """
     replayed = state.copy()
     state.put_back(before)
     eager()
     difference = state.difference(replayed)
-    if not everywhere(not difference):
+    agreed = everywhere(not difference)
+    if not agreed:
         first = state.copy()
         state.put_back(before)
         eager()
         if state.difference(first):
             difference = ""
-    if not difference:
-        state.put_back(replayed)
-    return difference
+        agreed = everywhere(not difference)
+    state.put_back(replayed if agreed else before)
+    return "" if agreed else difference or "what another rank has"
 
 
 def _named(module: nn.Module, optimizer: Optimizer, verdicts: Verdicts | None) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from fabricamp.engine.graph.captured import Captured, reason_of
 from fabricamp.engine.graph.logs import LogTape
 from fabricamp.engine.graph.metric_states import same_bits
 from fabricamp.engine.graph.refusals import refused
+from fabricamp.engine.graph.room import NoRoomError
 from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.metrics.slots import MetricTable
 
@@ -39,6 +41,8 @@ class GraphEvaluation:
         self._seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._stream = torch.cuda.Stream(session.strategy.device)
+        self._room = session.graphs.room
+        self._left_out: set[Hashable] = set()
         self._captures_in_a_row = 0
         self.why_eager = ""
         """Why nothing is captured any more; empty where it is."""
@@ -48,7 +52,7 @@ class GraphEvaluation:
         if self.why_eager:
             return self._forward(*arguments)
         try:
-            key = (signature(arguments[0]), self._state.dataloader_idx)
+            key = (self._step, signature(arguments[0]), self._state.dataloader_idx)
         except NotCapturableError as error:
             self._give_up(str(error))
             return self._forward(*arguments)
@@ -58,7 +62,7 @@ class GraphEvaluation:
         self._captures_in_a_row = 0
         every = self._options.check_every
         if every and graph.replays % every == 0:
-            self._launch_checked(graph, arguments)
+            self._launch_checked(graph, key, arguments)
         else:
             graph.launch(arguments[0])
         return graph.follow(first=False)
@@ -68,58 +72,72 @@ class GraphEvaluation:
             self._captures_in_a_row += 1
             if self._captures_in_a_row > MOST_IN_A_ROW:
                 self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
-            self.close()
+            self.close(waits=True)
             self._seen = dict.fromkeys(self._seen, self._options.warmup - FEWEST_SIGHTS - 1)
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if self.why_eager or (seen >= self._options.warmup and len(self._graphs) >= self._options.shapes):
+        full = len(self._graphs) >= self._options.shapes or key in self._left_out
+        if self.why_eager or (seen >= self._options.warmup and full):
             return self._forward(*arguments)
         if seen < self._options.warmup:
-            return self._run_watched(arguments, seen)
+            return self._run_watched(key, arguments, seen)
         try:
-            graph = self._capture(arguments)
+            graph = self._capture(key, arguments)
+        except NoRoomError as error:
+            self._leave_out(key, error)
+            return self._forward(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever a step does; said, or raised
             self._give_up(reason_of(error), error)
             return self._forward(*arguments)
         self._graphs[key] = graph
-        self._launch_checked(graph, arguments)
+        self._launch_checked(graph, key, arguments)
         return graph.follow(first=True)
 
-    def _run_watched(self, arguments: tuple[Any, ...], seen: int) -> Any:
-        looks = seen == self._options.warmup - 1
-        outputs, reason = self._watch.run(lambda: self._forward(*arguments), compares=seen > 1, looks=looks)
+    def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], seen: int) -> Any:
+        looks, call = seen == self._options.warmup - 1, partial(self._forward, *arguments)
+        if looks:
+            call = partial(self._room.measured, key, call)
+        outputs, reason = self._watch.run(call, compares=seen > 1, looks=looks)
         if reason:
             self._give_up(reason)
         return outputs
 
-    def _capture(self, arguments: tuple[Any, ...]) -> Captured:
+    def _capture(self, key: Hashable, arguments: tuple[Any, ...]) -> Captured:
         session, state = self._session, self._state
         inputs = copied(arguments[0])
         if not all(one.device == self._stream.device for one in tensors_of(inputs)):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
             )
+        self._room.check(key, shapes=len(self._graphs))
         given = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
         graph = Captured(session.module, inputs, LogTape(session.metrics, MetricTable.EVALUATION))
         session.attachment.metrics, state.capturing = self._watch.log_watch(), True
-        torch.cuda.empty_cache()
         try:
             graph.capture(lambda: self._forward(*given), self._stream, torch.cuda.graph_pool_handle())
         finally:
             session.attachment.metrics, state.capturing = session.metrics, False
         return graph
 
-    def _launch_checked(self, graph: Captured, arguments: tuple[Any, ...]) -> None:
+    def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:
         """Runs a replay, and compares its outputs, logged values and metrics' states with those of an eager step."""
+        if not self._room.has(self._room.takes(key)):
+            _LOG.warning(
+                "fabricamp: a replay of %s is not compared with an eager call, for which there is no memory", self._step
+            )
+            graph.launch(arguments[0])
+            return
         states, bank, before = graph.metric_states, self._table.bank, self._table.bank.clone()
+        generators, drawn_before = graph.generators, graph.generators.states()
         metrics_before = states.copy()
         graph.launch(arguments[0])
         replayed = [*map(torch.clone, tensors_of(graph.outputs)), bank.clone()]
-        metrics = states.copy()
+        metrics, drawn = states.copy(), generators.states()
         weights = [(cell, cell.weight) for cell in self._table.cells.values()]
 
         def eager() -> list[torch.Tensor]:
             bank.copy_(before)
             states.put_back(metrics_before)
+            generators.put_back(drawn_before)
             outputs = self._forward(*arguments)
             return [*tensors_of(outputs), bank.clone()]
 
@@ -129,6 +147,7 @@ class GraphEvaluation:
             difference = ""  # its own kernels are not deterministic
         bank.copy_(replayed[-1])
         states.put_back(metrics)
+        generators.put_back(drawn)
         for cell, weight in weights:
             cell.weight = weight
         if difference:
@@ -139,15 +158,25 @@ class GraphEvaluation:
         if self._options.required:
             raise refused(reason) from error
         self.why_eager = reason
-        self.close()
+        self.close(waits=True)
         if self._session.strategy.rank == 0:
             _LOG.warning("fabricamp: cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
 
-    def close(self) -> None:
-        """Frees the graphs."""
-        if self._graphs:
+    def _leave_out(self, key: Hashable, error: NoRoomError) -> None:
+        """Lets batches of one shape run eagerly, or all of them where that is the first, and says why."""
+        if self._options.required or not self._graphs:
+            self._give_up(str(error), error)
+            return
+        self._left_out.add(key)
+        if self._session.strategy.rank == 0:
+            _LOG.warning("fabricamp: cuda_graph='auto' runs %s of one shape eagerly: %s", self._step, error)
+
+    def close(self, *, waits: bool) -> None:
+        """Frees the graphs; ``waits`` for the device before."""
+        self._left_out.clear()
+        if self._graphs and waits:
             torch.cuda.synchronize(self._stream.device)
-            self._graphs.clear()
+        self._graphs.clear()
 
 
 def _difference(found: list[torch.Tensor], replayed: list[torch.Tensor]) -> str:

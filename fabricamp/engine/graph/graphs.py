@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.engine.graph.evaluation import GraphEvaluation
+from fabricamp.engine.graph.room import Room
 from fabricamp.engine.graph.stream import SideStream
 
 if TYPE_CHECKING:
@@ -28,6 +30,12 @@ class Graphs:
     def _wanted(self) -> bool:
         return self._session.settings.cuda_graph is not None and self._session.strategy.device.type == "cuda"
 
+    @cached_property
+    def room(self) -> Room:
+        """What is known of the memory that its steps take."""
+        options, state = self._session.settings.cuda_graph, self._session.trainer.state
+        return Room(self._session.strategy.device, state, required=options is not None and options.required)
+
     def enter_stream(self) -> None:
         """Takes the fit to a stream on which it can be captured."""
         if self._wanted:
@@ -35,18 +43,21 @@ class Graphs:
 
     def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what calls the step of an evaluation of ``kind``: ``forward``, or what captures and replays it."""
-        if not self._wanted or self._session.strategy.refuses_graph(1):
+        if not self._wanted or self._session.strategy.refuses_graph():
             return forward
         if kind not in self._evaluations:  # another loop, over loaders that were reloaded, goes on with these
             self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
         return self._evaluations[kind]
 
     def close(self, *, failed: bool) -> None:
-        """Frees the graphs; after a failure of several ranks the device may wait for one that is gone, and they stay."""
+        """Frees the graphs: a process group does not end before those of its exchanges.
+
+        After a failure of several ranks the device may wait for one that is gone, and nobody waits for the device: CUDA frees a
+        graph that is under way when it has ended.
+        """
         waits = not failed or self._session.strategy.world_size == 1
-        if waits:
-            for one in (self.update, *self._evaluations.values()):
-                if one is not None:
-                    one.close()
+        for one in (self.update, *self._evaluations.values()):
+            if one is not None:
+                one.close(waits=waits)
         if self._stream is not None:
             self._stream.leave(wait=waits)

@@ -29,9 +29,6 @@ def graph_refusal(parts: FitParts) -> str:
     reason = reason_against(strategy.device.type, strategy, parts.limits.settings)
     if reason:
         return reason
-    options = parts.limits.settings.cuda_graph
-    if options is not None and options.check_every and strategy.world_size > 1:
-        return "CudaGraph(check_every=...) compares steps of one process; leave it out with several"
     if not parts.module.automatic_optimization:
         return "manual optimization is not captured; leave the steps to the Trainer"
     if not parts.optimizers:

@@ -12,10 +12,11 @@ import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.captured import reason_of
-from fabricamp.engine.graph.captured_step import CapturedStep
+from fabricamp.engine.graph.captured_step import CapturedStep, unchanged
 from fabricamp.engine.graph.comparison import StepState, compare
 from fabricamp.engine.graph.logs import LogTape
 from fabricamp.engine.graph.refusals import refused, upload_of
+from fabricamp.engine.graph.room import NoRoomError
 from fabricamp.engine.graph.together import Stage, Together
 from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.window import Role, WindowGradients
@@ -26,16 +27,12 @@ from fabricamp.optimizers import LARC, FusedOptimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.optim import Optimizer
-
-    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
 _GIB = 2**30
 Key: TypeAlias = tuple[Hashable, Role]
-_NUMBERS = (bool, int, float, str, tuple)
 
 
 class GraphUpdate(Update):
@@ -49,6 +46,8 @@ class GraphUpdate(Update):
         self._steps: dict[Key, CapturedStep] = {}
         self._sights: dict[Hashable, int] = {}
         self._seen: dict[Key, int] = {}
+        self._weights_seen: dict[Key, float | None] = {}
+        self._closed = 0
         super().__init__(parts)
         options = session.settings.cuda_graph
         assert options is not None
@@ -65,6 +64,9 @@ class GraphUpdate(Update):
         self._open = torch.zeros((), dtype=torch.float32, device=device)
         """Stands for the loss of an open window."""
         self._pool: Any = None
+        self._pool_bytes = 0
+        self._room = session.graphs.room
+        self._left_out: set[Key] = set()
         self._stream = torch.cuda.current_stream(device)
         self._state.runs_as = "eager"
 
@@ -72,7 +74,15 @@ class GraphUpdate(Update):
         """Takes another step to run, which is captured anew when it has run eagerly."""
         super().use(step)
         self._sights.clear()
+        self._closed = 0  # torch's wrapper, which needs some eager steps, may be a new one
         if self._steps:
+            self._drop()
+
+    def begin_epoch(self, batch_idx: int) -> None:
+        """Lets go of graphs of windows of another length."""
+        before = self._accumulate
+        super().begin_epoch(batch_idx)
+        if self._accumulate != before and self._steps:
             self._drop()
 
     # -- a batch -----------------------------------------------------------------------------------------------------------------
@@ -83,6 +93,7 @@ class GraphUpdate(Update):
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
         together = not self._together.settled and self._meet(key, step)
+        checks = self._is_checked(step, role)
         if key is None or self.why_eager:
             return super().run_batch(batch, batch_idx, last)
         if step is None:
@@ -90,11 +101,10 @@ class GraphUpdate(Update):
                 return self._run_captured(key, batch, batch_idx, last, compares=together or self._together.alone)
             return self._run_watched(key, batch, batch_idx, last)
         self._captures_in_a_row = 0
-        every = self._options.check_every
-        if every and step.replays % every == 0:
-            self._launch_checked(step, batch, batch_idx, role)
-        else:
+        if not checks:
             step.launch(batch)
+        elif difference := self._launch_checked(step, batch, batch_idx, key):
+            return self._run_instead(difference, batch, batch_idx, last, key)
         return self._follow(step, role)
 
     def _key_of(self, batch: Any, role: Role) -> Key | None:
@@ -118,10 +128,21 @@ class GraphUpdate(Update):
 
     def _is_ready(self, key: Key) -> bool:
         """Whether the micro-batch at hand may be captured: enough like it have run eagerly."""
-        shapes = {shape for shape, _ in self._steps} | {key[0]}
-        warmup = max(self._options.warmup, self._parts.strategy.eager_steps + 1)
-        enough = self._sights.get(key[0], 0) + 1 >= warmup and self._seen.get(key, 0) >= FEWEST_SIGHTS
-        return enough and key not in self._steps and len(shapes) <= self._options.shapes
+        settled = self._closed >= self._parts.strategy.eager_steps and key not in self._left_out
+        enough = self._sights.get(key[0], 0) + 1 >= self._options.warmup and self._seen.get(key, 0) >= FEWEST_SIGHTS
+        return settled and enough and key not in self._steps and len(self._other_shapes(key)) < self._options.shapes
+
+    def _other_shapes(self, key: Key) -> set[Hashable]:
+        return {shape for shape, _ in self._steps} - {key[0]}
+
+    def _is_checked(self, step: CapturedStep | None, role: Role) -> bool:
+        """Whether the micro-batch is a replay that is compared with an eager step: on all ranks, or on none."""
+        every = self._options.check_every
+        if not every:
+            return False
+        if self._together.alone:
+            return step is not None and step.replays % every == 0
+        return self._together.checks(every, role, replays=step is not None)
 
     def _meet(self, key: Key | None, step: CapturedStep | None) -> bool:
         """Returns whether all ranks capture now; every rank asks, before the first ones have settled it."""
@@ -145,19 +166,34 @@ class GraphUpdate(Update):
             if step is not None:
                 step.withdraw()
             self.loss = loss
-            self._give_up(reason_of(error), error)
-            return super().run_batch(batch, batch_idx, last)
-        if compares:
-            self._launch_checked(step, batch, batch_idx, role)
-        else:
+            return self._run_instead(error, batch, batch_idx, last, key)
+        if not compares:
             step.launch(batch)
+        elif difference := self._launch_checked(step, batch, batch_idx, key):
+            step.withdraw()
+            self.loss = loss
+            return self._run_instead(difference, batch, batch_idx, last, key)
         return self._follow(step, role, first=True)
+
+    def _run_instead(
+        self, why: NotCapturableError | Exception, batch: Any, batch_idx: int, last: bool, key: Key
+    ) -> Any:
+        """Runs eagerly what could not be captured, or was replayed wrongly; all is as it was before that."""
+        others = bool(self._steps) and self._together.settled
+        if isinstance(why, NoRoomError) and others and not self._options.required:
+            self._left_out.add(key)
+            _LOG.warning("fabricamp: cuda_graph='auto' runs steps of one shape eagerly: %s", why)
+        else:
+            self._give_up(reason_of(why), why)
+        self._parts.strategy.note_window(begun=not key[1].opens)
+        return super().run_batch(batch, batch_idx, last)
 
     def _follow(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
         """What the host does behind a replay; the capture has done a part of it for the first."""
         outputs = step.follow(first=first)
         if not self._together.alone:
             check_peers()  # a kernel of a layer may have given up waiting for a rank
+            self._parts.strategy.note_window(begun=not role.closes)
         if not role.closes:
             self.loss, self._whole = step.loss, True
             self._state.open_batches += 1
@@ -176,14 +212,28 @@ class GraphUpdate(Update):
     def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
         """An eager step; behind the first of a shape, what Python does in it is looked at too."""
         self._sights[key[0]] = self._sights.get(key[0], 0) + 1
+        self._closed += key[1].closes
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if seen > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
         call = partial(super().run_batch, batch, batch_idx, last)
+        if seen == FEWEST_SIGHTS:
+            call = partial(self._room.measured, key, call)
         outputs, reason = self._watch.run(call, compares=seen > 1, looks=seen == FEWEST_SIGHTS)
+        reason = reason or self._changing_weight(key)
         if reason:
             self._give_up(reason)
         return outputs
+
+    def _changing_weight(self, key: Key) -> str:
+        """Says that the loss came with a weight that a capture would hold for ever; an empty string where it has not."""
+        number = None if self.weights is None else self.weights.number
+        if self._weights_seen.setdefault(key, number) == number:
+            return ""
+        return (
+            "training_step returns (sum, weight) with a number that is another one in batches of one shape, which no replay would "
+            "see; give a tensor on the device, such as mask.sum()"
+        )
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
@@ -201,10 +251,11 @@ class GraphUpdate(Update):
         elif memory is None:
             self._window.settle()
         inputs = copied(batch)
+        shared = self._pool_bytes if role.accumulate > 1 else 0
+        self._room.check(key, kept=self._kept(role), shared=shared, shapes=len(self._other_shapes(key)))
         tape = LogTape(parts.metrics)
         step = CapturedStep(parts.module, inputs, role, tape, memory)
         self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
-        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
             step.capture(lambda: self._launch_captured(inputs, role), self._stream, self._pool_of(role))
@@ -213,11 +264,20 @@ class GraphUpdate(Update):
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
         step.note = verdicts.repeated(optimizer) if role.closes and verdicts is not None else None
-        step.upload = upload_of(optimizer) or _unchanged(optimizer)
+        step.upload = upload_of(optimizer) or unchanged(optimizer)
         self._steps[key] = step
         self._state.runs_as = "graph"
-        self._tell(batch, role, torch.cuda.memory_reserved(self._stream.device) - before)
+        used = torch.cuda.memory_reserved(self._stream.device) - before
+        self._pool_bytes += used if role.accumulate > 1 else 0
+        self._tell(batch, role, used)
         return step
+
+    def _kept(self, role: Role) -> int:
+        """How many bytes of gradients a graph makes and keeps, in a window a second time where all of its graphs find them."""
+        if self._sums or not role.opens:
+            return 0
+        trained = [one for one in self._parts.module.parameters() if one.requires_grad]
+        return sum(one.numel() * one.element_size() for one in trained) * (1 if role.accumulate == 1 else 2)
 
     def _pool_of(self, role: Role) -> Any:
         """Returns the graph's memory; those of a window share it: they run one behind the other, and leave nothing in it."""
@@ -229,14 +289,8 @@ class GraphUpdate(Update):
 
     def _tell(self, batch: Any, role: Role, used: int) -> None:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
-        place = ""
-        if role.accumulate > 1:
-            place = (
-                "close a window of " if role.closes else "open a window of " if role.opens else "go on in a window of "
-            )
-            place = f" that {place}{role.accumulate}"
         self._session.notices.say(
-            f"CUDA graph: steps of batches {shapes}{place} are replayed from here on, with {used / _GIB:.2f} GiB"
+            f"CUDA graph: steps of batches {shapes}{role.place} are replayed from here on, with {used / _GIB:.2f} GiB"
         )
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
@@ -249,13 +303,14 @@ class GraphUpdate(Update):
 
     def _launch(self, batch: Any, batch_idx: Any, role: Role) -> Any:
         """What a step does on the device."""
+        self._parts.strategy.note_window(begun=not role.opens)
         self.loss = None if role.opens else self._open
         with contextlib.nullcontext() if role.closes and not self._sums else self._parts.strategy.no_sync():
             outputs = self._forward_backward(batch, batch_idx)
         if self.loss is None or self.loss is self._open:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            self._window.settle()
+            self._window.settle(closes=role.closes)
         if not role.closes:
             return outputs
         loss, self.loss = self.loss, None
@@ -265,19 +320,26 @@ class GraphUpdate(Update):
             self._bound.plain_step()
         return outputs
 
-    def _launch_checked(self, step: CapturedStep, batch: Any, batch_idx: int, role: Role) -> None:
-        """Runs a replay, and compares what it leaves with what an eager step does, where there is memory for that."""
-        parts, optimizer, device = self._parts, self._optimizer, self._stream.device
+    def _launch_checked(self, step: CapturedStep, batch: Any, batch_idx: int, key: Key) -> NotCapturableError | None:
+        """Runs a replay, and compares what it leaves with what an eager step does, where there is memory for that.
+
+        Returns where it leaves other bits; all is as before the replay then.
+        """
+        parts, optimizer, device, role = self._parts, self._optimizer, self._stream.device, key[1]
         assert optimizer is not None
         memory = self._memory() if self._sums and self._memory is not None else None
         window = role.accumulate > 1
-        verdicts, metric_states = parts.precision.verdicts, step.metric_states
-        state = StepState(parts.module, optimizer, verdicts, device, metric_states, memory=memory, window=window)
-        torch.cuda.empty_cache()
-        if not self._together.all(3 * state.bytes < torch.cuda.mem_get_info(device)[0]):
+        verdicts, states = parts.precision.verdicts, step.metric_states
+        state = StepState(
+            parts.module, optimizer, verdicts, device, states, step.generators,
+            memory=memory, weights=self.weights, window=window,
+        )  # fmt: skip
+        if not self._together.all(self._room.has(3 * state.bytes + self._room.takes(key))):
             _LOG.warning("fabricamp: the replay is not compared with an eager step, for which there is no memory")
             step.launch(batch)
-            return
+            return None
+        step.ready()
+        logged = None if step.logged is None else step.logged.clone()
         before = state.copy()
         step.launch(batch)
         metrics, loss = parts.metrics, self.loss
@@ -286,9 +348,12 @@ class GraphUpdate(Update):
             difference = compare(state, before, lambda: self._launch(batch, batch_idx, role), self._together.all)
         finally:
             metrics.muted, self.loss = muted, loss
-        step.show_gradients()
-        if difference:
-            self._give_up(f"a replay leaves other bits than an eager step, first in {difference}")
+        if not difference:
+            step.show_gradients()
+            return None
+        if logged is not None and step.logged is not None:
+            step.logged.copy_(logged)
+        return NotCapturableError(f"a replay leaves other bits than an eager step, first in {difference}")
 
     def _count_capture(self, stale: CapturedStep) -> None:
         """A value that is another one in every step would be captured in every step."""
@@ -299,11 +364,6 @@ class GraphUpdate(Update):
             self._give_up(
                 f"{what} is another one in each step, so each would be captured anew; change a buffer in place"
             )
-
-    def _weigh(self) -> LossWeights:
-        if self.weights is None:
-            self._give_up("training_step returns (sum, weight), and the weight may be the host's; return the mean")
-        return super()._weigh()
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
@@ -316,27 +376,18 @@ class GraphUpdate(Update):
         if self._parts.strategy.rank == 0:
             _LOG.warning("fabricamp: cuda_graph='auto' runs eagerly: %s", reason)
 
-    def _drop(self) -> None:
-        if self._steps:
+    def _drop(self, *, waits: bool = True) -> None:
+        if self._steps and waits:
             self._stream.synchronize()
-            self._steps.clear()
+        self._steps.clear()
         self._seen.clear()
-        self._pool = None
+        self._weights_seen.clear()
+        self._left_out.clear()
+        self._pool, self._pool_bytes = None, 0
         self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()
 
-    def close(self) -> None:
-        """Frees the graphs."""
-        self._drop()
-
-
-def _unchanged(optimizer: Optimizer) -> Callable[[], bool]:
-    """Returns what tells whether the numbers of ``optimizer``, which a graph has as constants, are still the same."""
-    groups = optimizer.param_groups
-
-    def numbers() -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if isinstance(value, _NUMBERS)} for group in groups]
-
-    captured = numbers()
-    return lambda: numbers() == captured
+    def close(self, *, waits: bool) -> None:
+        """Frees the graphs; ``waits`` for the device before."""
+        self._drop(waits=waits)

@@ -25,6 +25,14 @@ class Role(NamedTuple):
     opens: bool
     closes: bool
 
+    @property
+    def place(self) -> str:
+        """Where it is, in words behind "batches"; empty where it is a window by itself."""
+        if self.accumulate == 1:
+            return ""
+        does = "close" if self.closes else "open" if self.opens else "go on in"
+        return f" that {does} a window of {self.accumulate}"
+
 
 class WindowGradients:
     """The ``.grad`` of an open window, at the same addresses in every graph, and outside of the memory that the graphs share."""
@@ -34,13 +42,17 @@ class WindowGradients:
         self._places: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def settle(self) -> list[Tensor | None]:
-        """Copies every gradient to its place and makes that its ``.grad``, now or as a part of a capture; returns them all."""
+    def settle(self, *, closes: bool = False) -> list[Tensor | None]:
+        """Copies every gradient to its place and makes that its ``.grad``, now or as a part of a capture; returns them all.
+
+        Behind a window that ``closes``, views of what torch's wrapper has exchanged stay: kernels sum what lies elsewhere, perhaps
+        aligned otherwise, in another order.
+        """
         moved: list[tuple[Tensor, Tensor]] = []
         parameters = list(self._module.parameters())
         for parameter in parameters:
             gradient, place = parameter.grad, self._places.get(parameter)
-            if gradient is None or gradient is place:
+            if gradient is None or gradient is place or (closes and gradient._is_view()):
                 continue
             if place is None or place.dtype != gradient.dtype:
                 place = self._places[parameter] = lasting_like(gradient)

@@ -1,0 +1,182 @@
+"""Captures that would not fit: refused before they begin, by bytes, on a card that is filled."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fabricamp import Callback, ConfigError, CudaGraph, TrainingModule
+from fabricamp.optimizers import FusedSGD
+from tests.small import quiet_trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+ROWS = 64
+
+
+class Wide(TrainingModule):
+    """Few weights, and activations of 2 MiB a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2**19))
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch * self.weight
+        return (hidden * hidden).mean()
+
+    def validation_step(self, batch, batch_idx):
+        return {"scores": (batch * self.weight * 2 + 1).sum()}
+
+    def configure_optimizers(self):
+        return FusedSGD(self.parameters(), lr=0.1)
+
+
+class Runs(Callback):
+    """Which batches were replays, and what the graphs have reserved."""
+
+    def __init__(self):
+        self.replays = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        update = trainer._runner.session.graphs.update
+        self.replays.append(0 if update is None else sum(one.replays for one in update._steps.values()))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """How many bytes a step of 64 rows takes."""
+    module = Wide().cuda()
+    batch = torch.ones(ROWS, 1, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module.training_step(batch, 0).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.fixture
+def limited(wide):
+    """Returns what leaves this process room for so many steps, beyond what it has."""
+
+    def limit(steps):
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + int(steps * wide)) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def fit(graph, rows, *callbacks, **options):
+    runs, module = Runs(), Wide()
+    given = {"limit_val_batches": 0, "max_epochs": 1, **options}
+    trainer = quiet_trainer(accelerator="gpu", devices=1, callbacks=[runs, *callbacks], cuda_graph=graph, **given)
+    batches = [torch.full((one, 1), 1.0 + 0.01 * number) for number, one in enumerate(rows)]
+    trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches[:12], batch_size=None))
+    return module.weight.detach().clone(), runs.replays
+
+
+AUTO = CudaGraph(warmup=4, required=False)
+
+
+def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
+    """Its first replay is compared with an eager step, and a short batch runs eagerly: both have to fit beside it."""
+    rows = [ROWS] * 12
+    wanted, _ = fit(False, rows)
+    limited(1.7)
+    found, replays = fit(AUTO, rows)
+    assert torch.equal(found, wanted)
+    assert replays == [0] * 12
+    assert caplog.text.count("cuda_graph='auto' runs eagerly: a graph of the step would take") == 1
+    assert "steps that run eagerly beside it" in caplog.text
+    limited(2.5)
+    found, replays = fit(AUTO, rows)
+    assert torch.equal(found, wanted)
+    assert replays[-1] == 12 - 3
+
+
+def test_another_shape_that_does_not_fit_stays_eager(limited, caplog):
+    rows = [ROWS, 48] * 10
+    wanted, _ = fit(False, rows)
+    limited(2.4)
+    found, replays = fit(AUTO, rows)
+    assert torch.equal(found, wanted)
+    assert replays[-1] == 10 - 3
+    assert caplog.text.count("runs steps of one shape eagerly") == 1
+    assert "or CudaGraph(shapes=1)" in caplog.text
+    with pytest.raises(ConfigError, match=r"a graph of the step would take [\d,]+ bytes \(.* or CudaGraph\(shapes=1\)"):
+        fit(CudaGraph(warmup=4), rows)
+    limited(2.4)
+    found, replays = fit(CudaGraph(warmup=4, shapes=1), rows)
+    assert torch.equal(found, wanted)
+    assert replays[-1] == 10 - 3
+
+
+class Fills(Callback):
+    """Takes what is free, but for some, before the batch that would be captured."""
+
+    def __init__(self, left):
+        self.left, self.held = left, None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 3:
+            torch.cuda.empty_cache()
+            total = torch.cuda.mem_get_info()[1]
+            allowed = int(total * torch.cuda.memory.get_per_process_memory_fraction())
+            self.held = torch.empty(
+                allowed - torch.cuda.memory_reserved() - self.left, dtype=torch.uint8, device="cuda"
+            )
+
+    def on_exception(self, trainer, module, exception):
+        self.held = None
+
+
+def test_a_full_card_is_an_error_with_bytes_where_a_graph_is_required(limited, wide):
+    limited(4)
+    with pytest.raises(ConfigError) as caught:
+        fit(CudaGraph(warmup=4), [ROWS] * 12, Fills(wide // 2))
+    words = str(caught.value)
+    needed, free = (int(one.split(" bytes")[0].split()[-1].replace(",", "")) for one in words.split(" and ")[:2])
+    assert 0.9 * wide < needed < 1.2 * wide
+    assert (
+        0 < free < 0.8 * wide
+    )  # the eager step's gradients are free by then, and what they kept the allocator from giving back
+    assert "give a smaller batch" in words
+    limited(2.5)  # nothing of it is held
+    _, replays = fit(CudaGraph(warmup=4), [ROWS] * 12)
+    assert replays[-1] == 12 - 3
+
+
+def test_an_evaluation_that_does_not_fit_runs_eagerly(limited, caplog):
+    rows = [ROWS] * 12
+    limited(3.5)
+    found, replays = fit(AUTO, rows, limit_val_batches=1.0)
+    assert replays[-1] == 12 - 3
+    assert "runs validation_step eagerly: a graph of the step would take" not in caplog.text
+    limited(2.3)
+    again, replays = fit(AUTO, rows, limit_val_batches=1.0)
+    assert replays[-1] == 12 - 3
+    assert torch.equal(found, again)
+    assert caplog.text.count("runs validation_step eagerly: a graph of the step would take") == 1
+
+
+def test_what_a_step_takes_is_about_what_its_graph_reserves():
+    """An estimate that were far too high would refuse what fits."""
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 6:
+                segments = [one for one in torch.cuda.memory_snapshot() if one["segment_pool_id"] != (0, 0)]
+                self.reserved = sum(one["total_size"] for one in segments)
+                graphs = trainer._runner.session.graphs
+                (key,) = graphs.update._steps
+                self.takes = graphs.room.takes(key)
+
+    look = Look()
+    fit(CudaGraph(warmup=4), [ROWS] * 8, look)
+    assert 0.9 < look.takes / look.reserved < 1.1
