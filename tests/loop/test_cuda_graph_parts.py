@@ -16,6 +16,7 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
+from fabricamp.engine.graph import room
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
 from fabricamp.engine.graph.generators import generators_of
@@ -23,7 +24,7 @@ from fabricamp.engine.graph.logs import LogTape, LogWatch
 from fabricamp.engine.graph.metric_states import MetricStates
 from fabricamp.engine.graph.refusals import graph_refusal
 from fabricamp.engine.graph.together import Stage, Together
-from fabricamp.engine.graph.window import WindowGradients
+from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.slots import MetricTable
@@ -197,8 +198,12 @@ def meeting(stages):
         if together.settled:
             break
     agreed = [together.all(flag) for flag in (True, environment.rank == 0)]
+    role = Role(1, opens=True, closes=True)
+    checked = [together.checks(3, role, replays=number > 4 or environment.rank == 0) for number in range(9)]
+    together.settled = False
+    checked.append(together.checks(1, role, replays=True))
     strategy.teardown()
-    return found, agreed
+    return found, agreed, checked
 
 
 def test_ranks_capture_at_the_same_batch_and_stop_asking():
@@ -207,12 +212,67 @@ def test_ranks_capture_at_the_same_batch_and_stop_asking():
     second = [eager, eager, ready, replay, ready, *[replay] * 3]
     expected = [(False, False), (False, False), (True, False), *[(False, False)] * 2]
     apart = [[replay, *[ready, replay] * 120], [eager] * 241]
-    for found, agreed in run_ranks(meeting, 2, [[*first, replay], second], backend=None):
+    for found, agreed, checked in run_ranks(meeting, 2, [[*first, replay], second], backend=None):
         assert found == [*expected, (False, False), (False, False), (False, True)]
         assert agreed == [True, False]
-    for found, _ in run_ranks(meeting, 2, apart, backend=None):
+        assert checked == [
+            number in (5, 8) for number in range(10)
+        ]  # of each third the first was no replay on one rank
+    for found, *_ in run_ranks(meeting, 2, apart, backend=None):
         assert len(found) == 8 * (3 + 12 * 2)
         assert found[-1] == (False, True)
+
+
+# -- room -------------------------------------------------------------------------------------------------------------------------
+
+
+class Card:
+    """What torch says of a GPU's memory."""
+
+    def __init__(self, monkeypatch):
+        self.allocated = self.peak = self.free = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(room, "free_memory", lambda device: self.free)
+
+    def reset(self, device):
+        self.peak = self.allocated
+
+    def step(self, size):
+        self.peak = max(self.peak, self.allocated + size)
+        return size
+
+
+@pytest.mark.parametrize(
+    ("required", "options", "enough"),
+    [
+        (True, {}, 100),
+        (True, {"kept": 10}, 110),
+        (True, {"kept": 10, "shared": 40}, 70),
+        (True, {"shared": 200}, 0),
+        (True, {"shapes": 2}, 400),
+        (False, {}, 400),
+        (False, {"kept": 10, "shared": 40, "shapes": 1}, 370),
+    ],
+)
+def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, monkeypatch):
+    card, state = Card(monkeypatch), RunState()
+    card.allocated, card.peak = 1000, 5000
+    one = room.Room(torch.device("cuda", 0), state, required=required)
+    assert one.measured("small", lambda: card.step(100)) == 100
+    assert one.measured("large", lambda: card.step(300)) == 300
+    assert (one.takes("small"), one.takes("large"), one.takes("unseen")) == (100, 300, 0)
+    assert state.peak_bytes == 5000
+    card.free = enough
+    one.check("small", **options)
+    assert (one.has(enough), one.has(enough - 1)) == (False, True)
+    if not enough:
+        return
+    card.free = enough - 1
+    with pytest.raises(room.NoRoomError, match=rf"and {enough - 1} bytes \(0.00 GiB\) of cuda:0 are free") as caught:
+        one.check("small", **options)
+    assert ("CudaGraph(shapes=" in str(caught.value)) is ("shapes" in options)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------------------
