@@ -18,6 +18,7 @@ from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
 from fabricamp.hyperparameters import HyperparametersMixin
+from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
 from fabricamp.precision.plain_step import clip_gradients
 from fabricamp.say_once import say_once
@@ -333,7 +334,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         """Where the module is."""
         tensor = next(self.parameters(), next(self.buffers(), None))
         if tensor is not None:
-            return tensor.device
+            return device_of(tensor)
         trainer = self._attachment.trainer
         return torch.device("cpu") if trainer is None else trainer.strategy.device
 

@@ -87,7 +87,7 @@ _ROWS: Final = {
     "FSDP": {
         "activation_checkpointing_policy": "write activation_checkpointing=[...] with classes",
         "auto_wrap_policy": "write units=[...] with the classes of the repeated layers",
-        "cpu_offload offload": "parameters in host memory are not offered: leave it out",
+        "cpu_offload offload_policy": "write offload=True",
         "data_parallel_size device_mesh": "write replicate= with the number of copies of the module (1: all ranks share one)",
         "mixed_precision": "write Trainer(precision=...)",
         "parallelize tensor_parallel_size": "tensor parallelism is not offered: leave it out",

@@ -35,7 +35,8 @@ class Placing:
         from torch.distributed.tensor import distribute_tensor
 
         # Without an exchange: each rank has read its own.
-        return distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
+        placed = distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
+        return placed.to(like.device)  # where parts wait in host memory
 
     def read(self) -> None:
         """Fills what was placed; ranks do not meet."""

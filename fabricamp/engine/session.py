@@ -116,7 +116,7 @@ class Session:
             logger.private = logger.private or private
         if ckpt_path is not None:
             self._load(ckpt_path)
-        self.module.to(self.strategy.device)
+        self.strategy.place_module(self.module)
         if self.settings.performance is not None:
             self._channels_last = self.settings.performance.convert(self.module)
         # Before any masters are taken: these have to be the same on every rank too.

@@ -93,6 +93,11 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         raise ConfigError(
             f"precision {precision.name!r} ({type(precision).__name__}) under a strategy that shards: give an opt level"
         )
+    if session.strategy.offload and (session.settings.nan_policy is not None or (level is not None and level.dynamic)):
+        raise ConfigError(
+            f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "
+            "gradients that are in host memory are not judged; give 'O0', 'O4' or 'O5' with nan_policy=None"
+        )
     if level is None:
         return ShardPlan(filled_later=filled_later)
     kept: list[nn.Module] = []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import device_of, is_shard
 
 BINS = 64
 
@@ -49,7 +49,7 @@ def histogram_of(gradient: Tensor) -> Histogram:
 
 def _whole(norm: Any) -> Tensor:
     """The norm of all parts of a gradient that is sharded."""
-    whole: Tensor = norm.full_tensor() if is_shard(norm) else norm
+    whole: Tensor = norm.to(device_of(norm)).full_tensor() if is_shard(norm) else norm
     return whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -17,6 +18,14 @@ def is_shard(value: object) -> bool:
 def local(tensor: Any) -> Any:
     """Returns the part of ``tensor`` that this rank holds, always the same object; anything else as it is."""
     return tensor._local_tensor if is_shard(tensor) else tensor
+
+
+def device_of(tensor: Any) -> torch.device:
+    """Returns where ``tensor`` is computed with: that of its mesh, where its parts wait in host memory."""
+    own: torch.device = tensor.device
+    if own.type == "cpu" and is_shard(tensor) and tensor.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return own
 
 
 def local_gradient(parameter: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.shards import device_of
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import Conversion, Precision
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.strategies.base import Strategy
 
+_CPU = torch.device("cpu")
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -132,7 +134,7 @@ class OptLevel(Precision):
 
     def _convert(self, module: nn.Module) -> None:
         level = self.level
-        self._device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._device = next(map(device_of, module.parameters()), torch.device("cpu"))
         level.check_device(self._device.type)
         if level.autocast is not None:
             check_full_weights(module, self.name)
@@ -198,7 +200,7 @@ class OptLevel(Precision):
             optimizers,
             strategy,
             name=self.name,
-            device=self._device,
+            device=_CPU if strategy.offload else self._device,
             scaler=self._scaling.scaler,
             static_scale=1.0 if self.level.dynamic else float(self.level.loss_scale),
             masters=masters,

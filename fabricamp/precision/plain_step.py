@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fabricamp import ops
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
+from fabricamp.ops.shards import local_gradient
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.fused import StepNumbers, flags_of, step_fused
+from fabricamp.precision.fused import StepNumbers, add_up, flags_of, step_fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +69,7 @@ class Stepper:
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
         if clip is not None:
-            clip_gradients(optimizer, clip)
+            clip_gradients(optimizer, clip, self._shards)
         (run or optimizer.step)()
 
     def release(self) -> None:
@@ -89,9 +91,26 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
             torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
 
 
-def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
-    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits."""
+@torch.no_grad()
+def clip_gradients(optimizer: Optimizer, clip: Clip, shards: Strategy | None = None) -> None:
+    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits.
+
+    ``shards``: the strategy, where each rank has a part of the gradients; torch would exchange a norm of each.
+    """
     parameters = owned_parameters(optimizer)
+    if shards is not None:
+        own = [one for one in map(local_gradient, parameters) if one is not None]
+        if clip.algorithm == "norm":
+            device = own[0].device if own else shards.device
+            statistics = ops.gradient_statistics(own, torch.ones((), dtype=torch.float32, device=device))
+            norm = add_up(shards, statistics).sqrt()  # every rank, with or without a part
+            factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)[0]
+            if own:
+                torch._foreach_mul_(own, factor)
+        elif own:
+            torch._foreach_clamp_min_(own, -clip.value)
+            torch._foreach_clamp_max_(own, clip.value)
+        return
     if clip.algorithm == "norm":
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)
     else:

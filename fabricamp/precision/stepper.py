@@ -255,7 +255,7 @@ class OptimizerStepper(Stepper):
         values = binding.own([values_of(target.grad) for target in targets])
         self._finish(binding, targets, values, self._one, 1.0, None, loss)
         if clip is not None:
-            clip_gradients(binding.optimizer, clip)
+            clip_gradients(binding.optimizer, clip, self._shards)
 
     def _finish(
         self,
@@ -286,7 +286,7 @@ class OptimizerStepper(Stepper):
         assert binding.found_inf is not None
         if clip is None or self._plain:
             if clip is not None:
-                clip_gradients(binding.optimizer, clip)
+                clip_gradients(binding.optimizer, clip, self._shards)
             return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
         values = binding.own([values_of(target.grad) for target in targets])

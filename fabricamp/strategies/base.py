@@ -76,6 +76,9 @@ class Strategy(NamesKeywords):
     checkpoint_form: ClassVar[Literal["file", "folder"]] = "file"
     """A file that rank 0 writes, or a folder that all ranks write, each the parts that it holds."""
 
+    offload: bool = False
+    """Whether what is updated is in host memory, whatever the device is."""
+
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
 
@@ -185,6 +188,10 @@ class Strategy(NamesKeywords):
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
         """Undoes :meth:`shard_module` after a run; rank 0 has the ``whole`` parameters then, else nobody."""
+
+    def place_module(self, module: nn.Module) -> None:
+        """Brings the module to the device."""
+        module.to(self.device)
 
     def share_module(self, module: nn.Module) -> None:
         """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module.

@@ -43,6 +43,8 @@ class FSDP(ProcessGroupStrategy):
         replicate: how many copies of the module there are, each shared by as many ranks (HSDP); copies exchange gradients alone.
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
             keeps them, a number of ranks keeps a larger part of them.
+        offload: parts, gradients and optimizer states are in host memory, where the update runs; weights are brought to the GPU
+            unit by unit.  Without loss scaling: at O0, O4 and O5.
         activation_checkpointing: classes whose modules compute their activations again in backward.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
@@ -64,6 +66,7 @@ class FSDP(ProcessGroupStrategy):
         *,
         replicate: int = 1,
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
+        offload: bool = False,
         activation_checkpointing: Sequence[type[nn.Module]] = (),
         timeout: float | timedelta | None = None,
     ) -> None:
@@ -71,6 +74,7 @@ class FSDP(ProcessGroupStrategy):
         self.units = units if units == "auto" else _checked_classes("units", units)
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = _checked_copies(replicate)
+        self.offload = _checked_flag(offload)
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
         self._steps: dict[str, Any] = {}
@@ -126,13 +130,18 @@ class FSDP(ProcessGroupStrategy):
         _reshard(module)
 
         def plain(parameter: Any) -> Tensor:
-            full = parameter.detach().full_tensor() if whole else None
+            full = parameter.detach().to(self.device).full_tensor() if whole else None
             if full is None or self.rank != 0:
                 return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             return cast("Tensor", full).cpu()
 
         replace_shards(module, plain)
         undo.undo()
+
+    def place_module(self, module: nn.Module) -> None:
+        """Brings the module to the device; parts that are offloaded stay in host memory."""
+        if not self.offload:
+            super().place_module(module)
 
     def share_module(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers; parameters are sharded already."""
@@ -169,7 +178,10 @@ class FSDP(ProcessGroupStrategy):
 
     def reduce_statistics(self, statistics: Tensor) -> None:
         """Sums gradient statistics over the ranks that share a copy, each of which has them of its part."""
-        dist.all_reduce(statistics, group=self._sharing)
+        travelling = statistics.to(self._transport_device(statistics))
+        dist.all_reduce(travelling, group=self._sharing)
+        if travelling is not statistics:
+            statistics.copy_(travelling)
 
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
@@ -223,8 +235,9 @@ class FSDP(ProcessGroupStrategy):
             exchange.broadcast([one.detach() for one in own.values()])
 
     def _shard(self, unit: Unit, modules: Sequence[nn.Module], plan: ShardPlan, *, is_root: bool) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+        place = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         half = MixedPrecisionPolicy(
             param_dtype=plan.compute_dtype,
             reduce_dtype=None if plan.compute_dtype is None else torch.float32,
@@ -234,11 +247,12 @@ class FSDP(ProcessGroupStrategy):
         after: bool | int | None = self.reshard_after_forward
         for one in modules:
             if one in plan.kept and one is not unit.module and next(one.parameters(recurse=False), None) is not None:
-                fully_shard(one, mesh=self._mesh, reshard_after_forward=after, mp_policy=full)
+                fully_shard(one, mesh=self._mesh, reshard_after_forward=after, mp_policy=full, offload_policy=place)
         # The rest is needed again as soon as backward begins: torch keeps it where it may choose.
         after = None if is_root and after is not False else after
         policy = full if unit.module in plan.kept else half
-        fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy)
+        options = {"mesh": self._mesh, "reshard_after_forward": after, "mp_policy": policy, "offload_policy": place}
+        fully_shard(unit.module, **options)
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each step that the user wrote gather what belongs to no unit, as a forward does."""
@@ -251,6 +265,7 @@ class FSDP(ProcessGroupStrategy):
         here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
         kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
         kept += f", {self.replicate} copies" if self.replicate > 1 else ""
+        kept += ", parts in host memory" if self.offload else ""
         return (
             f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
             f"gathered at once{kept}"
@@ -305,6 +320,12 @@ def _checked_classes(name: str, given: object) -> list[type[nn.Module]]:
             f"FSDP({name}={given!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
         )
     return listed
+
+
+def _checked_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"FSDP(offload={value!r}) has to be True (parts are in host memory) or False")
 
 
 def _checked_copies(value: object) -> int:

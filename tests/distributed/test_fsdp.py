@@ -32,7 +32,7 @@ OPTIMIZERS = {
     "FusedAdagrad": lambda parameters: FusedAdagrad(parameters, lr=0.05),
     "FusedLion": lambda parameters: FusedLion(parameters, lr=1e-3),
 }
-# level, optimizer, micro-batches a step, clip, reshard_after_forward, units: every pair of two neighbours somewhere.
+# level, optimizer, micro-batches a step, clip, reshard_after_forward, units (or offload): every pair of two neighbours somewhere.
 CELLS = [
     ("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
     ("O0", "adamw", 3, None, False, "auto"),
@@ -48,9 +48,12 @@ CELLS = [
     ("O2", "adamw", 1, ("value", 0.02), False, "auto"),
     ("O5", "FusedLion", 1, None, True, "auto"),
     ("O5", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
+    ("O0", "sgd", 1, ("norm", 0.5), False, "offload"),
+    ("O4", "torch's fused adamw", 1, ("value", 0.02), True, "offload"),
+    ("O5", "FusedAdam", 3, ("norm", 0.5), True, "offload"),
 ]
 # They are cut within a window where there are three micro-batches to a step.
-RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8], CELLS[10], CELLS[13]]
+RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8], CELLS[10], CELLS[13], CELLS[16]]
 
 
 class Block(torch.nn.Module):
@@ -159,7 +162,8 @@ def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
 
 
 def sharding(cell):
-    return FSDP([Block] if cell[5] == "blocks" else "auto", reshard_after_forward=cell[4])
+    units = [Block] if cell[5] == "blocks" else "auto"
+    return FSDP(units, reshard_after_forward=cell[4], offload=cell[5] == "offload")
 
 
 def folder_of(folder, cell):

@@ -8,18 +8,22 @@ import pytest
 import torch
 
 from fabricamp import seed_everything
+from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.strategies import FSDP
+from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp import Block, Net, SaveAt, flat
 from tests.small import loader, quiet_trainer
+
+TOTAL = "grad_2.0_norm_total"
 
 pytestmark = [
     pytest.mark.gpu2,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-# level, optimizer, micro-batches a step, clip, reshard_after_forward
+# level, optimizer, micro-batches a step, clip, reshard_after_forward (or offload)
 CELLS = [
     ("O0", "FusedAdam", 1, ("norm", 0.5), True),
     ("O0", "torch's fused adamw", 3, ("norm", 0.5), False),
@@ -30,7 +34,15 @@ CELLS = [
     ("O2", "adamw", 3, ("value", 0.02), True),
     ("O4", "FusedLion", 1, ("norm", 0.5), True),
     ("O5", "FusedSGD", 3, ("norm", 0.5), False),
+    ("O0", "adamw", 1, ("norm", 0.5), "offload"),
+    ("O4", "torch's fused adamw", 3, ("value", 0.02), "offload"),
+    ("O5", "FusedAdam", 1, ("norm", 0.5), "offload"),
 ]
+
+
+def sharding(cell):
+    offload = cell[4] == "offload"
+    return FSDP([Block], reshard_after_forward=offload or cell[4], offload=offload)
 
 
 def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
@@ -58,10 +70,46 @@ def on_two_gpus(folder):
     found = {"straight": {}, "resumed": {}}
     for number, cell in enumerate(CELLS):
         path = folder / f"{number}.ckpt"
-        found["straight"][cell] = fitted(cell, FSDP([Block], reshard_after_forward=cell[4]), 4, save=path)
-        found["resumed"][cell] = fitted(cell, FSDP([Block], reshard_after_forward=cell[4]), 4, ckpt_path=path)
+        found["straight"][cell] = fitted(cell, sharding(cell), 4, save=path)
+        found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=path)
+    found["places"] = places()
+    found["beside"] = beside(folder / "beside")
     found["waits"] = waits()
     return found
+
+
+def places():
+    """Where parts, gradients and states are, and what the module says, under offload."""
+
+    class Looking(Net):
+        def on_before_optimizer_step(self, optimizer):
+            parts = [*self.parameters(), *(one.grad for one in self.parameters())]
+            self.seen = (
+                {one.to_local().device.type for one in parts},
+                self.device.type,
+                float(grad_norm(self, 2)[TOTAL]),
+            )
+
+    seed_everything(5, verbose=False)
+    module = Looking("FusedAdam")
+    trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy=FSDP([Block], offload=True), max_steps=2)
+    trainer.fit(module, loader(32, 4))
+    return module.seen
+
+
+def beside(folder):
+    """Weights after a run that saves beside training, and after one that goes on from its second step."""
+
+    def run(ckpt_path=None):
+        seed_everything(5, verbose=False)
+        module = Net("FusedAdam")
+        saves = AsyncCheckpoint(folder, every="2 steps", save_top_k=-1, monitor="step")
+        options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [saves], "precision": "O5"}
+        trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy=FSDP([Block]), **options)
+        trainer.fit(module, loader(64, 4, shuffle=True), ckpt_path=ckpt_path)
+        return None if trainer.global_rank else flat(module)
+
+    return run(), run(folder / "epoch=0-step=2.ckpt")
 
 
 def waits():
@@ -110,6 +158,17 @@ def test_a_folder_of_two_gpus_goes_on_with_one_and_is_read_without(ranks, folder
     gone_on = fitted(CELLS[0], "single", 8, ckpt_path=folder / "0.ckpt")
     assert (gone_on - ranks[0]["straight"][CELLS[0]]).abs().max() < 1e-4
     assert read_checkpoint(folder / "0.ckpt")["state_dict"]["blocks.0.up.weight"].device.type == "cpu"
+
+
+def test_parts_that_are_offloaded_are_in_host_memory(ranks):
+    (devices, device, norm), (_, _, other) = (one["places"] for one in ranks)
+    assert (devices, device) == ({"cpu"}, "cuda")
+    assert norm == other > 0
+
+
+def test_a_folder_that_was_written_beside_training_goes_on_bit_for_bit(ranks):
+    straight, resumed = ranks[0]["beside"]
+    assert torch.equal(straight, resumed)
 
 
 def test_the_host_waits_for_nothing_in_a_step(ranks):
