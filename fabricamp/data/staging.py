@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.data.transfer import lies_on_gpu, record_stream
+from fabricamp.data.transfer import is_small, lies_on_gpu, record_stream
 from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Staging:
     """Runs ``prepare`` on a stream of its own; the stream of the step waits for it, the host never.
 
+    A small batch goes the way of the step instead: it has arrived before two streams have met.
     ``hooked`` says that hooks of the user are in it: what they read may have been written by a step, and in what they
     return there may be tensors that nobody can find.  They run behind the steps that were launched before.
     """
@@ -32,8 +33,8 @@ class Staging:
     def put(self, batch: Any) -> list[Any]:
         """Prepares a batch; returns what :meth:`take` takes."""
         side, prepare = self._side, self._prepare
-        if side is None:
-            return [batch if prepare is None else prepare(batch)]
+        if side is None or (not self._hooked and is_small(batch)):
+            return [batch if prepare is None else prepare(batch), None]
         stream, copied = stream_in_use(side.device), torch.cuda.Event()
         if self._hooked or lies_on_gpu(batch):
             # Also keeps memory that tensors nobody knows of have left from being written to while a step reads it.
@@ -49,10 +50,10 @@ class Staging:
 
     def take(self, staged: list[Any]) -> Any:
         """Returns the batch for the stream in use, and leaves ``staged`` empty."""
-        ready = staged[0]
-        if self._side is not None:
+        ready, copied, *_ = staged
+        if copied is not None and self._side is not None:
             stream = stream_in_use(self._side.device)
-            stream.wait_event(staged[1])
+            stream.wait_event(copied)
             record_stream(ready, stream)
         staged.clear()
         return ready

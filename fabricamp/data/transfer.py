@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fabricamp.containers import with_parts
+
+_SMALL: Final = 2**16
+"""Bytes that CUDA copies to a GPU without a wait of the host, from any memory (CUDA Driver API, synchronization behavior)."""
 
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 
@@ -22,7 +25,7 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     else has it.  The host does not wait for a copy to a GPU; from pinned memory it runs beside the computation.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu")
+        return batch.to(device, non_blocking=batch.is_cpu and device.type == "cuda")
     if isinstance(batch, _PLAIN):
         return batch
     if callable(getattr(batch, "to", None)):
@@ -35,6 +38,17 @@ def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
     """Tells the allocator that ``stream`` uses what is in ``batch``: its memory is not handed out again too early."""
     for item in _recordable(batch, set()):
         item.record_stream(stream)
+
+
+def is_small(batch: Any) -> bool:
+    """Whether ``batch`` is a tensor on the CPU, or a flat container of such, with a few kilobytes in all."""
+    kind, size = type(batch), 0
+    parts: Iterable[Any] = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+    for one in parts:
+        if type(one) is not Tensor or not one.is_cpu or one.layout is not torch.strided:
+            return False
+        size += one.nbytes
+    return size <= _SMALL
 
 
 def lies_on_gpu(batch: Any) -> bool:

@@ -300,6 +300,35 @@ class TestPrefetch:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.stack(results).tolist() == [4.0 * (index + 1) for index in range(64)]
 
+    @pytest.mark.parametrize("ahead", [1, 2])
+    @pytest.mark.parametrize("pinned", [True, False])
+    def test_small_batches_go_the_way_of_the_step(self, ahead, pinned):
+        """Right under reused memory and edits in place by a slow step, without a wait, and on one stream."""
+        streams = []
+
+        def prepare(batch):
+            streams.append(torch.cuda.current_stream())
+            return self.move(batch)
+
+        loader = [[torch.full((256,), float(index)), torch.tensor([index])] for index in range(48)]
+        if pinned:
+            loader = [[one.pin_memory() for one in batch] for batch in loader]
+        feed, results = Feed(loader, prepare=prepare, device=self.device, prefetch=ahead), []
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                for values, label in feed:
+                    torch.cuda._sleep(2_000_000)
+                    values.add_(1)
+                    results.append(values.amax() + values.amin() + 0 * label)
+                    del values, label
+                assert set(streams) == {torch.cuda.current_stream()}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        assert torch.cat(results).tolist() == [2.0 * (index + 1) for index in range(48)]
+
     def test_the_step_waits_for_a_slow_copy(self):
         def prepare(batch):
             torch.cuda._sleep(200_000_000)

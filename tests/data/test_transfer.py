@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from fabricamp.data import move_to_device
-from fabricamp.data.transfer import lies_on_gpu, record_stream
+from fabricamp.data.transfer import is_small, lies_on_gpu, record_stream
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -105,6 +105,22 @@ def test_objects_with_to():
 @pytest.mark.parametrize("value", ["word", b"raw", 3, 2.5, None, Graph, Sample, object()])
 def test_anything_else_passes_through(value):
     assert move_to_device(value, META) is value
+
+
+def test_which_batches_are_small():
+    small, large = torch.zeros(1 << 13), torch.zeros(1 << 14, dtype=torch.int64)
+    assert all(map(is_small, (small, [small, small], (small, 1 * small), {"x": small}, [])))
+    others = (
+        large,
+        [small, large],
+        {"x": large},
+        [small] * 3,
+        [[small]],
+        [small, 3],
+        small.to(META),
+        Pair(small, small),
+    )
+    assert not any(map(is_small, (*others, small.to_sparse(), {"x": {"y": small}}, torch.nn.Parameter(small), "word")))
 
 
 def test_record_stream_asks_objects_that_know_streams_once():

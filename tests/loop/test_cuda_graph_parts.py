@@ -38,6 +38,16 @@ from tests.small import Classifier, loader, quiet_trainer
 # -- options ----------------------------------------------------------------------------------------------------------------------
 
 
+def test_copies_of_outputs():
+    one = torch.ones(2)
+    given = {"loss": one, "more": [one, ("word", {"deep": one})], "count": 3}
+    made = copied(given)
+    assert torch.equal(made["more"][1][1].pop("deep"), one)
+    assert made["loss"] is not one
+    assert made["loss"].data_ptr() != one.data_ptr()
+    assert (made["more"][1], made["count"], list(given["more"][1][1])) == (("word", {}), 3, ["deep"])
+
+
 def test_options():
     assert as_cuda_graph(None) is None
     assert as_cuda_graph(False) is None

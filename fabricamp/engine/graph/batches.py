@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from fabricamp.containers import tensors_within
+from fabricamp.containers import tensors_within, with_parts
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def copied(outputs: Any) -> Any:
     """Returns ``outputs`` with copies of its tensors: a replay writes into those of the capture."""
-    return apply_to_collection(outputs, Tensor, Tensor.clone)
+    return outputs.clone() if isinstance(outputs, Tensor) else with_parts(outputs, copied)
 
 
 class BatchIndex:
