@@ -12,11 +12,12 @@ _LAYOUT = "2.6.0"
 
 
 def lightning_keys(
-    *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool
+    *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool, ending: bool
 ) -> dict[str, Any]:
     """Returns places and values: ``epochs`` are done, ``batches`` of the next one, and ``steps``.
 
-    ``ended``: the file is of the end of an epoch, and not of the time before or after training.
+    ``ended``: the file is of the end of an epoch, and not of the time before or after training.  ``ending``: it is of what comes
+    between an epoch's last batch and its end; Lightning goes on with the next epoch where that batch counts as not completed.
     """
     none = _progress(0)
     idle = {"state_dict": {}, "batch_progress": {"total": none, "current": none, "is_last_batch": False}}
@@ -27,11 +28,11 @@ def lightning_keys(
     }
     fit = {
         "state_dict": {},
-        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps - ending},
         "epoch_loop.batch_progress": {
-            "total": _progress(batches_in_all),
-            "current": _progress(batches),
-            "is_last_batch": ended,
+            "total": {**_progress(batches_in_all), "completed": batches_in_all - ending},
+            "current": {**_progress(batches), "completed": batches - ending},
+            "is_last_batch": ended or ending,
         },
         "epoch_loop.scheduler_progress": {"total": _counts(0), "current": _counts(0)},
         "epoch_loop.automatic_optimization.state_dict": {},

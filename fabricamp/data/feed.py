@@ -20,6 +20,7 @@ from fabricamp.data.position import (
     end_workers,
     enter,
     generators_of,
+    is_enterable,
     is_stateful,
     isolate,
     own_sampler,
@@ -129,6 +130,10 @@ class Feed:
         if self._ends_by_drawing and self.last:
             next(self._source, None)
 
+    def is_over(self, batches: int) -> bool:
+        """Whether ``batches`` are all of the pass: the last one may be out, and not done."""
+        return batches > 0 and self.last and batches >= self._whole
+
     def close(self) -> None:
         """Ends the pass: lets go of the loader's iterator and its workers (persistent ones wait for the next pass)."""
         if self._running is not None:
@@ -148,7 +153,7 @@ class Feed:
         samplers = map(own_sampler, self._members)
         state["orders"] = [None if one is None else one.order.state_dict() for one in samplers]
         state["again"] = self._again
-        over = batches > 0 and self.last and batches >= self._whole  # the last one may be out, and not done
+        over = self.is_over(batches)
         if over or batches == 0:
             # Streams that have come to their end may know more than that: how to begin again.
             places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
@@ -373,7 +378,7 @@ def _behind(batches: Any, unread: int) -> Any:
 
 def _is_read_past(loader: Any) -> bool:
     """Whether nothing but reading leads to a place in ``loader``."""
-    return own_sampler(loader) is None and not is_stateful(loader) and type(loader) not in (list, tuple)
+    return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
 def _exact_length(loader: Any) -> int | float:

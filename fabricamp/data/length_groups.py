@@ -54,6 +54,8 @@ class LengthGroups(Sampler[list[int]]):
         self._drop_last = drop_last
         self._seed = seed
         self._epoch = 0
+        self.start = 0
+        """How many batches, those of all ranks together, the next iteration (and ``len``, until then) leaves out."""
         self.rank, self.num_replicas, self._even = 0, 1, False
         self._planned: tuple[int, list[list[int]]] | None = None
 
@@ -86,15 +88,17 @@ class LengthGroups(Sampler[list[int]]):
         return len(self._own())
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._own())
+        own, self.start = self._own(), 0
+        return iter(own)
 
     def _own(self) -> list[list[int]]:
         """This rank's batches; where they do not come out even, the first ones of the epoch come once more."""
         if self._planned is None or self._planned[0] != self._epoch:
             self._planned = self._epoch, self._batches()
-        batches, ranks = self._planned[1], self.num_replicas
-        end = -(-len(batches) // ranks) * ranks if self._even else len(batches)
-        return list(itertools.islice(itertools.cycle(batches), self.rank, end, ranks))
+        batches, ranks, start = self._planned[1], self.num_replicas, self.start
+        left = max(len(batches) - start, 0)
+        end = start + (-(-left // ranks) * ranks if self._even else left)
+        return list(itertools.islice(itertools.cycle(batches), start + self.rank, end, ranks))
 
     def _batches(self) -> list[list[int]]:
         count = len(self.lengths)

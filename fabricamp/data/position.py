@@ -2,7 +2,7 @@
 
 A place is a dict: ``batches`` that this rank got; for a loader with fabricamp's sampler also ``samples``, those of all ranks,
 so that other batch sizes and other numbers of ranks go on behind the same sample, and the ``draws`` that the order came from;
-for one that keeps its own position ``state``.
+for one with :class:`LengthGroups` also ``groups``, the batches of all ranks; for one that keeps its own position ``state``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import Draw
 from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import TrainSampler
@@ -27,6 +28,11 @@ def own_sampler(loader: Any) -> TrainSampler | None:
     """Returns the sampler by which a pass can begin anywhere."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, TrainSampler) else None
+
+
+def is_enterable(loader: Any) -> bool:
+    """Whether a pass can begin anywhere without reading what lies before."""
+    return own_sampler(loader) is not None or _groups_of(loader) is not None
 
 
 def is_stateful(loader: Any) -> bool:
@@ -43,6 +49,8 @@ def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]
         place["draws"] = [draw._asdict() for draw in sampler.order.draws]
     elif part is not None:
         place["state"] = copy.deepcopy(part.state_dict())
+    elif (groups := _groups_of(loader)) is not None:
+        place["groups"] = _batches_of_all(groups, entered) + given * groups.num_replicas
     return place
 
 
@@ -71,6 +79,9 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
     if sampler is None and part is not None and "state" in place:
         part.load_state_dict(place["state"])
         return 0
+    if part is None and (groups := _groups_of(loader)) is not None:
+        groups.start = _batches_of_all(groups, place)
+        return 0
     if sampler is not None:
         sampler.read_past = False
     return int(place.get("batches", 0))
@@ -78,19 +89,20 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
 
 def batches_behind(loader: Any, place: dict[str, Any]) -> int:
     """Returns the number of ``loader``'s batches that lie behind ``place``, whoever counted them."""
-    sampler = own_sampler(loader)
-    if sampler is None or sampler.read_past:
+    sampler, groups = own_sampler(loader), _groups_of(loader)
+    order: Any = groups if sampler is None else sampler
+    if order is None or (sampler is not None and sampler.read_past):
         return int(place.get("batches", 0))
-    whole, before = len(loader), sampler.start
-    sampler.start = _samples(loader, sampler, place)
+    whole, before = len(loader), order.start
+    order.start = _batches_of_all(order, place) if sampler is None else _samples(loader, sampler, place)
     left = len(loader)
-    sampler.start = before
+    order.start = before
     return whole - left
 
 
 def draws_while_reading(loader: Any) -> bool:
     """Whether reading a batch may draw from this process's generators, and a resumed pass could draw the same again."""
-    if own_sampler(loader) is None:
+    if not is_enterable(loader):
         return is_stateful(loader)
     if isinstance(loader, ResidentLoader):
         return loader.transform is not None
@@ -155,6 +167,16 @@ def _stateful_part(loader: Any) -> Any:
         if all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
             return part
     return None
+
+
+def _groups_of(loader: Any) -> LengthGroups | None:
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if type(loader) is DataLoader and isinstance(batches, LengthGroups) else None
+
+
+def _batches_of_all(groups: LengthGroups, place: dict[str, Any]) -> int:
+    """The batches of all ranks behind ``place``."""
+    return int(place.get("groups", place.get("batches", 0) * groups.num_replicas))
 
 
 def _samples(loader: Any, sampler: TrainSampler, place: dict[str, Any]) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.open_window import OpenWindow
     from fabricamp.engine.session import Session
+    from fabricamp.engine.source import DataSource
     from fabricamp.module import TrainingModule
     from fabricamp.state import RunState
     from fabricamp.trainer.arguments import Settings
@@ -36,7 +37,7 @@ def record_of(session: Session) -> Record:
         session.strategy,
         [
             Weights(session.module, session.strategy, session.conversion, source.datamodule),
-            Counters(session.trainer.state, moments.window, session.settings, session.module),
+            Counters(session.trainer.state, moments.window, session.settings, session.module, session.data),
             Optimizers(session.optimizers),
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
@@ -59,6 +60,7 @@ class Counters(Section):
     window: OpenWindow
     settings: Settings
     module: TrainingModule
+    data: DataSource
 
     def save(self) -> dict[str, Any]:
         """Returns them as a run that goes on from here has to count; ``epoch``, as in Lightning's, is the one that runs."""
@@ -76,6 +78,7 @@ class Counters(Section):
                 steps=state.global_step,
                 automatic=self.module.automatic_optimization,
                 ended=state.epoch_ended,
+                ending=self.data.is_trained_on(batches),
             ),
             "loops.fit.epoch": epochs,
             "loops.fit.batch_idx": batches,

@@ -120,6 +120,11 @@ class DataSource:
         """Whether the micro-batch being trained on is the epoch's last."""
         return self._train_feed is not None and self._train_feed.last
 
+    def is_trained_on(self, batches: int) -> bool:
+        """Whether these are all micro-batches of an epoch."""
+        feed, length = self._train_feed, self._num_training_batches
+        return feed is not None and batches > 0 and (feed.is_over(batches) or batches == length)
+
     def lengths(self) -> dict[str, Any]:
         """The numbers of batches that are known, for a caller whose workers had the loaders."""
         return {"train": self._num_training_batches, **{name: found[1] for name, found in self._evaluation.items()}}

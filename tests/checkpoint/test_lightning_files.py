@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricamp import CheckpointError, TrainingModule
+from fabricamp import Callback, CheckpointError, TrainingModule
 from fabricamp.callbacks import EarlyStopping, EarlyStoppingReason
 from fabricamp.checkpoint import read_checkpoint
 from tests.small import quiet_trainer
@@ -156,3 +156,49 @@ def test_its_counters_are_those_of_the_run(automatic, tmp_path):
     by_hand = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
     assert (steps, by_hand) == ((6, 0) if automatic else (0, 6))
     assert "source" not in read_checkpoint(tmp_path / "ours.ckpt")
+
+
+class Saves(Callback):
+    """Saves in a hook of the second epoch, once four batches, or so many less, are done in it."""
+
+    def __init__(self, hook, path, done=4):
+        setattr(self, hook, lambda trainer, *_: self.save(trainer) if trainer.current_epoch == 1 else None)
+        self.path, self.done = path, done
+
+    def save(self, trainer):
+        if trainer.state.batch_idx == self.done:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("hook", "done", "first"),
+    [
+        ("on_train_batch_end", 4, (2, 0, 8)),
+        ("on_train_batch_end", 3, (1, 3, 7)),
+        ("on_train_batch_start", 3, (1, 3, 7)),
+        ("on_validation_end", 4, (2, 0, 8)),
+        ("on_train_epoch_end", 4, (2, 0, 8)),
+    ],
+)
+def test_lightning_goes_on_from_ours_behind_the_same_batch(hook, done, first, tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
+
+    class Theirs(lightning.LightningModule):
+        seen, training_step = (), Net.training_step
+
+        def __init__(self):
+            super().__init__()
+            self.seen, self.layer = [], torch.nn.Linear(2, 1)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    path = tmp_path / "ours.ckpt"
+    quiet_trainer(max_epochs=2, callbacks=Saves(hook, path, done)).fit(Net(lr=0.1), loader(), loader())
+    module = Theirs()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=3, enable_model_summary=False, **options)
+    trainer.fit(module, loader(), ckpt_path=path, weights_only=True)
+    assert module.seen[0] == first
+    assert trainer.global_step == 12

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, TrainingModule
 from fabricamp.data import LengthGroups, wire_loader
+from fabricamp.data.position import batches_behind, enter, place_of
 from tests.small import quiet_trainer
 
 LENGTHS = torch.randint(1, 100, (403,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -56,6 +57,74 @@ def test_padding_is_saved_and_epochs_differ():
     groups.set_epoch(1)
     assert list(groups) != first
     assert [len(one) for one in LengthGroups(LENGTHS, batch_size=8, drop_last=True, group=51)] == [8] * 50
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Numbers with what was drawn for them; notes which were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.tensor([index, torch.randint(1000, ()).item()])
+
+
+@pytest.mark.parametrize("prefetch_batches", [0, 1])
+def test_a_resumed_epoch_draws_the_same_and_reads_nothing_that_lies_behind(tmp_path, prefetch_batches):
+    class Sees(TrainingModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.seen = torch.nn.Linear(2, 1), []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch.tolist())
+            return self.net(batch.float()).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 13:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def fitted(**options):
+        torch.manual_seed(0)
+        module, dataset = Sees(), Drawn()
+        trainer = quiet_trainer(max_epochs=2, callbacks=[Saves()], prefetch_batches=prefetch_batches)
+        trainer.fit(module, DataLoader(dataset, batch_sampler=LengthGroups(LENGTHS[:40], batch_size=4)), **options)
+        return module.seen, dataset.read
+
+    (straight, _), (resumed, read) = fitted(), fitted(ckpt_path=tmp_path / "a.ckpt")
+    assert resumed == straight[13:]
+    assert sorted(read) == sorted(index for batch in resumed for index, _ in batch)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
+def test_another_number_of_ranks_goes_on_behind_the_same_batches(samples, before, ranks, done):
+    def loader_of(rank, world_size):
+        loader = DataLoader(range(samples), batch_sampler=LengthGroups(LENGTHS[:samples], batch_size=2))
+        return wire_loader(loader, train=True, rank=rank, world_size=world_size, seed=0)
+
+    order = list(LengthGroups(LENGTHS[:samples], batch_size=2))
+    done = min(done, len(loader_of(0, before)))
+    place = place_of(loader_of(0, before), {}, done)
+    shares = []
+    for rank in range(ranks):
+        loader = loader_of(rank, ranks)
+        behind = batches_behind(loader, place)
+        assert enter(loader, place) == 0
+        shares.append([batch.tolist() for batch in loader])
+        assert behind + len(shares[-1]) == len(loader)
+        left = order[done * before :]
+        assert place_of(loader, place, len(shares[-1]))["groups"] >= len(order) or not left
+    rounds = [one for group in zip(*shares, strict=True) for one in group]
+    assert rounds[: len(left)] == left
 
 
 def test_the_trainer_shares_it_out_and_goes_on_in_it(tmp_path):
