@@ -48,7 +48,7 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Returns a DataModule whose loaders read these datasets, those to train on in shuffled order.
 
-        Where a list of datasets is given there is a list of loaders.  ``datamodule_kwargs`` are those of the class, which gets
+        Where a dict or list of datasets is given there is one of loaders.  ``datamodule_kwargs`` are those of the class, which gets
         ``batch_size`` and ``num_workers`` too where it takes them.  Workers stay from one epoch to the next.
 
         >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
@@ -143,8 +143,10 @@ class DataModule(HyperparametersMixin):
 
 
 def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """A loader of a dataset, or a list of loaders of several."""
+    """A loader of a dataset, or a dict or list of loaders of several."""
     datasets = own_containers(datasets)
+    if isinstance(datasets, dict):
+        return {name: _loaders(one, shuffle, batch_size, num_workers) for name, one in datasets.items()}
     if isinstance(datasets, list | tuple):
         return [_loaders(one, shuffle, batch_size, num_workers) for one in datasets]
     shuffle = shuffle and not isinstance(datasets, IterableDataset)

@@ -63,6 +63,8 @@ def test_loaders_of_datasets():
     assert isinstance(first.sampler, SequentialSampler)
     assert len(list(data.test_dataloader())) == 2
     assert not first.persistent_workers
+    named = DataModule.from_datasets({"a": range(6), "b": range(4)}, batch_size=2).train_dataloader()
+    assert {name: len(one) for name, one in named.items()} == {"a": 3, "b": 2}
     assert DataModule.from_datasets(range(6), num_workers=2).train_dataloader().persistent_workers
     assert len(pickle.loads(pickle.dumps(data)).train_dataloader()) == 3
     with pytest.raises(ConfigError, match="does not define predict_dataloader"):
