@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint import Candidates, places, read_header, read_together
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError
+from fabricamp.launch import restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.trainer import Trainer
 
+_LOG = logging.getLogger("fabricamp")
 _WORDS = ("auto", "best", "last")
 
 
@@ -27,6 +30,8 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     best.  A path stays what it is.  Raises :class:`CheckpointError` where nothing is found, or nothing that can be read.
     """
     if ckpt_path not in _WORDS:
+        if ckpt_path is None and trainer.state.fitting and trainer.local_rank == 0 and restarts():
+            _LOG.warning("fabricamp: torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:
         raise ConfigError(

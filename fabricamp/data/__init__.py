@@ -4,7 +4,7 @@ from fabricamp.data.combined import CombinedLoader, combine
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.length_groups import LengthGroups
-from fabricamp.data.lengths import check_equal_lengths, check_limit, limit_batches, loader_length
+from fabricamp.data.lengths import batch_sizes, check_equal_lengths, check_limit, limit_batches, loader_length
 from fabricamp.data.loaders import draw_a_pass, release_workers, set_epoch, wire_loader
 from fabricamp.data.resident import ResidentLoader, is_resident
 from fabricamp.data.samplers import EvalSampler, TrainSampler
@@ -20,6 +20,7 @@ __all__ = [
     "ResidentLoader",
     "Sharded",
     "TrainSampler",
+    "batch_sizes",
     "check_equal_lengths",
     "check_limit",
     "combine",

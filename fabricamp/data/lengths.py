@@ -39,6 +39,18 @@ def known_length(loader: Any) -> int | float:
         return math.inf
 
 
+def batch_sizes(loader: Any) -> list[int] | None:
+    """Returns how many samples a batch has, a number for each loader that it is combined from; None where one does not tell."""
+    sizes = []
+    for one in getattr(loader, "flattened", [loader]):
+        batch_sampler = getattr(one, "batch_sampler", None)
+        size = getattr(one if batch_sampler is None else batch_sampler, "batch_size", None)
+        if type(size) is not int or size < 1:
+            return None
+        sizes.append(size)
+    return sizes or None
+
+
 def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float | None:
     """Returns ``limit``; raises :class:`ConfigError` where it is neither a number of batches (int) nor a fraction (float)."""
     if limit is None and optional:

@@ -247,7 +247,7 @@ def _tell_of_ranks(before: int, now: int) -> None:
     if before != now:
         _LOG.warning(
             "fabricamp: the checkpoint was written by %d process%s and is resumed by %d: data goes on in the same order behind the "
-            "same sample; the batch of all processes together, random numbers and the rounding of sums cannot be the same",
+            "same sample; a step has the samples that on_world_change says, random numbers and the rounding of sums are others",
             before, "" if before == 1 else "es", now,
         )  # fmt: skip
 

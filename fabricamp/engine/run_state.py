@@ -9,6 +9,7 @@ from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint.lightning import lightning_keys
 from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
+from fabricamp.engine.world_change import StepSizes
 from fabricamp.errors import CheckpointError
 from fabricamp.state import NON_FINITE, Scope
 
@@ -38,6 +39,7 @@ def record_of(session: Session) -> Record:
         [
             Weights(session.module, session.strategy, session.conversion, source.datamodule),
             Counters(session.trainer.state, moments.window, session.settings, session.module, session.data),
+            StepSizes(session),
             Optimizers(session.optimizers),
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),

@@ -36,6 +36,7 @@ from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.sharding import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update_choice import open_update
+from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.lightning.lending import attach
@@ -127,6 +128,7 @@ class Session:
         if ckpt_path is not None and self.module.dtype is torch.float64:
             self._restore("weights")  # once more: fp32 could not hold them
         if self.fn is TrainerFn.FITTING:
+            keep_samples_of_a_step(self)
             self._open_optimizers()
             # Before the rest: callbacks add the groups of parameters, and put in the schedule, that its state is of.
             self._restore(*CALLBACKS)

@@ -12,6 +12,7 @@ from fabricamp.data import (
     CombinedLoader,
     DataModule,
     Feed,
+    batch_sizes,
     check_equal_lengths,
     combine,
     is_resident,
@@ -109,6 +110,11 @@ class DataSource:
             _ = self.train_loader
         assert self._num_training_batches is not None
         return self._num_training_batches
+
+    @property
+    def batch_sizes(self) -> list[int] | None:
+        """The samples of a batch to train on, by loader; None where one does not tell, or before it is asked for."""
+        return None if self._train_loader is None else batch_sizes(self._train_loader)
 
     @property
     def train_feed(self) -> Feed | None:

@@ -121,8 +121,8 @@ class Update:
             self._accumulate = settings.accumulate_grad_batches
             if self.weights is not None:
                 self.weights.accumulate = self._accumulate
-        if self._partial == "carry":
-            self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
+        # Where a window was carried over, and where other ranks or batch sizes go on at a place that is no window's end to them.
+        self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
 
     def end_epoch(self) -> None:
         """Called behind the loader's last batch."""

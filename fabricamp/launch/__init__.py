@@ -3,6 +3,7 @@
 from fabricamp.launch.devices import resolve_devices as resolve_devices
 from fabricamp.launch.environment import check_environment as check_environment
 from fabricamp.launch.environment import detect as detect
+from fabricamp.launch.environment import restarts as restarts
 from fabricamp.launch.processes import run_function as run_function
 from fabricamp.launch.processes import run_script as run_script
 from fabricamp.launch.recording import record_end as record_end

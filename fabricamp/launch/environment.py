@@ -31,6 +31,12 @@ def detect() -> Environment | None:
     return None
 
 
+def restarts() -> int:
+    """Returns how often torchrun's agent of this machine has counted a restart of its workers."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdigit() else 0
+
+
 def check_environment(environment: Environment | None, num_processes: int | None, num_nodes: int | None = None) -> None:
     """Raises :class:`ConfigError` where ``Trainer(devices=, num_nodes=)`` contradict who started this process.
 

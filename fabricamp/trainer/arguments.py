@@ -51,6 +51,7 @@ class Settings:
     log_every_n_steps: int
     accumulate_grad_batches: int
     partial_window: str
+    on_world_change: str
     clip: Clip | None
     nan_policy: str | None
     deterministic: bool | str
@@ -167,6 +168,7 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
     others = {
         "accumulate_grad_batches": 1 if settings.accumulation_schedule is None else settings.accumulate_grad_batches,
         "partial_window": "step" if settings.partial_window == "carry" else settings.partial_window,
+        "on_world_change": "keep_per_rank",
     }
     for name, possible in others.items():
         given = getattr(settings, name)
@@ -237,6 +239,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "log_every_n_steps": _FROM_1,
     "accumulate_grad_batches": check_accumulation,
     "partial_window": functools.partial(check_choice, choices=("step", "carry", "drop")),
+    "on_world_change": functools.partial(check_choice, choices=("keep_per_rank", "keep_global_batch")),
     "nan_policy": functools.partial(check_choice, choices=(*NAN_POLICIES, None)),
     "deterministic": functools.partial(check_flag, others=("warn",)),
     "benchmark": functools.partial(check_flag, others=(None,)),

@@ -37,6 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_nodes": 1,
     "num_sanity_val_steps": 2,
     "overfit_batches": 0.0,
+    "on_world_change": "keep_per_rank",
     "partial_window": "step",
     "per_sample_seed": False,
     "precision": "O0",

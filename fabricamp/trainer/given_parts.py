@@ -15,9 +15,12 @@ from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
+from fabricamp.loggers.dummy import DummyLogger
+from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.not_offered import lightnings
 from fabricamp.precision.base import Precision
 from fabricamp.strategies.base import Environment
+from fabricamp.trainer.arguments import Settings
 
 _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
     "enable_checkpointing": ModelCheckpoint,
@@ -72,10 +75,14 @@ def _by_name(name: str) -> Callback:
     )
 
 
-def as_loggers(value: Any) -> list[Logger] | None:
-    """Returns a list of loggers; None stands for the default one (``True`` or None given), ``False`` for none."""
-    if value is None or value is True:
-        return None
+def as_loggers(value: Any, settings: Settings) -> list[Logger]:
+    """Returns a list of loggers, from None or True the default one, from False none; a trial run's has one that writes nothing."""
+    default = value is None or value is True
+    found: list[Logger] = [TensorBoardLogger(settings.default_root_dir)] if default else _checked_loggers(value)
+    return [DummyLogger()] if found and settings.fast_dev_run else found
+
+
+def _checked_loggers(value: Any) -> list[Logger]:
     given = [] if value is False else _listed(value)
     given = [adopted(one) for one in given]
     for one in given:

@@ -13,8 +13,6 @@ from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.workers import start_workers
 from fabricamp.errors import CheckpointError
-from fabricamp.loggers.dummy import DummyLogger
-from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision import precision_from
 from fabricamp.profilers.choice import profiler_from
 from fabricamp.state import RunState, TrainerFn
@@ -73,6 +71,8 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: micro-batches whose gradients make one step.
         partial_window: what those at the end of an epoch do that are fewer: "step" with them, "carry" them into the next epoch, or
             "drop" their gradients.
+        on_world_change: what stays where a run goes on with more or fewer processes: "keep_per_rank" (``accumulate_grad_batches``)
+            or "keep_global_batch" (the samples of a step, by another ``accumulate_grad_batches``).
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
         profiler: "simple" (a table of times), "pytorch" (a trace of a few steps), "memory" (a GPU's), an object, or None.
@@ -134,6 +134,7 @@ class Trainer(TrainerProperties):
         log_every_n_steps: int | None = 50,
         accumulate_grad_batches: int | None = 1,
         partial_window: str | None = "step",
+        on_world_change: str | None = "keep_per_rank",
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
         profiler: Profiler | str | None = None,
@@ -175,11 +176,8 @@ class Trainer(TrainerProperties):
         self.state = RunState()
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None
-        found = as_loggers(logger)
-        self.loggers = [TensorBoardLogger(settings.default_root_dir)] if found is None else found
+        self.loggers = as_loggers(logger, settings)
         own = as_callbacks(callbacks)
-        if settings.fast_dev_run and self.loggers:
-            self.loggers = [DummyLogger()]
         self.callbacks: list[Callback] = []
         self._runner = Runner(self, settings, environment, indices, own, default_callbacks(given, own))
 

@@ -36,6 +36,7 @@ WRONG = {
     "log_every_n_steps": [0, -1, 1.0],
     "accumulate_grad_batches": [0, -1, 2.0, {0: 2}],
     "partial_window": ["cary", 1],
+    "on_world_change": ["keep", 2, True],
     "gradient_clip_val": [-1, "1", float("inf")],
     "gradient_clip_algorithm": ["nrom", 2],
     "profiler": ["simpel", 3, True],

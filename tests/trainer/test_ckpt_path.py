@@ -302,3 +302,10 @@ def test_a_folder_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_path)
 
     assert run_ranks(run, 1, backend=None) == [True]
     folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(("count", "ckpt_path", "said"), [("2", None, True), ("2", "auto", False), ("0", None, False)])
+def test_a_restart_that_begins_anew_is_told(count, ckpt_path, said, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    fit(2, tmp_path, ckpt_path=ckpt_path)
+    assert ("torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on" in caplog.text) is said

@@ -1,0 +1,149 @@
+"""What stays the same where a run goes on with another number of processes: each one's window, or the samples of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fabricamp.checkpoint.record import Section
+from fabricamp.cuda_graph import check_cuda_graph
+from fabricamp.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp.engine.session import Session
+
+KEEP_GLOBAL_BATCH: Final = "keep_global_batch"
+_SHOWN: Final = 4
+"""Numbers of processes that an error names."""
+
+
+class StepSize(NamedTuple):
+    """What the samples of a step are the product of."""
+
+    accumulated: int
+    processes: int
+    batch_sizes: list[int]
+    """Of each loader that a batch is combined from."""
+
+    def __str__(self) -> str:
+        batches = " and ".join(map(str, self.batch_sizes))
+        sizes = " and ".join(str(size * self.accumulated * self.processes) for size in self.batch_sizes)
+        return f"{self.accumulated} micro-batch(es) x {self.processes} process(es) x batches of {batches} = {sizes} samples"
+
+
+@dataclass
+class StepSizes(Section):
+    """The numbers of :class:`StepSize`, for a run that goes on with others."""
+
+    name = "samples of a step"
+
+    session: Session
+
+    def save(self) -> dict[str, Any]:
+        """Returns them; None where the loader does not tell how large its batches are."""
+        session = self.session
+        sizes = session.data.batch_sizes
+        now = StepSize(session.settings.accumulate_grad_batches, session.strategy.world_size, sizes or [])
+        return {"loops.fit.step_size": now._asdict() if sizes else None}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Nothing: :func:`keep_samples_of_a_step` reads them before there are optimizers."""
+
+
+def keep_samples_of_a_step(session: Session) -> None:
+    """Under ``on_world_change="keep_global_batch"`` sets ``accumulate_grad_batches`` so that a step has the checkpoint's samples.
+
+    Called before optimizers are made.  Raises :class:`ConfigError` where no number of micro-batches does that, and, without a
+    checkpoint too, where the samples of a step cannot be known.
+    """
+    settings = session.settings
+    if settings.on_world_change != KEEP_GLOBAL_BATCH:
+        return
+    here = _known_here(session)
+    if session.checkpoint is None:
+        return
+    before = _of_checkpoint(session.checkpoint, str(session.trainer.ckpt_path))
+    accumulate = micro_batches(before, here)
+    if accumulate != settings.accumulate_grad_batches:
+        settings.accumulate_grad_batches = accumulate
+        check_cuda_graph(settings, session.strategy.device.type, session.strategy)
+        session.notices.say(f"{here._replace(accumulated=accumulate)} a step; before: {before}")
+    if accumulate != before.accumulated:
+        _scale_open_window(session.checkpoint["loops"]["fit"], before.accumulated, accumulate)
+
+
+def _known_here(session: Session) -> StepSize:
+    """The samples of a step by the Trainer's arguments and the loader."""
+    settings = session.settings
+    if not session.module.automatic_optimization:
+        raise ConfigError(
+            f"on_world_change={KEEP_GLOBAL_BATCH!r} changes accumulate_grad_batches, which works with automatic optimization only; "
+            "leave it out, and accumulate in training_step"
+        )
+    if settings.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            f"on_world_change={KEEP_GLOBAL_BATCH!r} counts on batches of one size, and reload_dataloaders_every_n_epochs="
+            f"{settings.reload_dataloaders_every_n_epochs} may bring others; leave one of them out"
+        )
+    _ = session.data.train_loader  # asked for here
+    sizes = session.data.batch_sizes
+    if sizes is None:
+        raise ConfigError(
+            f"on_world_change={KEEP_GLOBAL_BATCH!r} has to know the samples of a batch, and the train loader does not tell "
+            "(it has no batch_size); give torch's DataLoader with batch_size, or on_world_change='keep_per_rank'"
+        )
+    return StepSize(settings.accumulate_grad_batches, session.strategy.world_size, sizes)
+
+
+def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:
+    said = checkpoint.get("loops", {}).get("fit", {}).get("step_size")
+    if said is None:
+        raise ConfigError(
+            f"on_world_change={KEEP_GLOBAL_BATCH!r}: {path} does not tell the samples of its steps (its loader had no batch_size, "
+            "or it is another program's); set accumulate_grad_batches, and on_world_change='keep_per_rank'"
+        )
+    try:
+        before = StepSize(int(said["accumulated"]), int(said["processes"]), [*map(int, said["batch_sizes"])])
+    except (KeyError, TypeError, ValueError):
+        before = StepSize(0, 0, [])
+    if not before.batch_sizes or min(before.accumulated, before.processes, *before.batch_sizes) < 1:
+        raise CheckpointError(f"{path}: its loops.fit.step_size is {said!r}; it is damaged: use an older checkpoint")
+    return before
+
+
+def micro_batches(before: StepSize, here: StepSize) -> int:
+    """How many micro-batches make a step of as many samples as before."""
+    number = _number(before, here, here.processes)
+    if number:
+        return number
+    most = before.accumulated * before.processes * max(before.batch_sizes)
+    others = (one for one in range(1, most + 1) if _number(before, here, one))
+    near = sorted(sorted(others, key=lambda one: abs(one - here.processes))[:_SHOWN])
+    cure = f"start {' or '.join(map(str, near))} process(es), or " if near else ""
+    batches = " and ".join(map(str, here.batch_sizes))
+    raise ConfigError(
+        f"on_world_change={KEEP_GLOBAL_BATCH!r}: a step of the checkpoint is {before}, and no number of micro-batches of "
+        f"{here.processes} process(es) x batches of {batches} makes as many; {cure}change the loader's batch_size, or give "
+        "on_world_change='keep_per_rank'"
+    )
+
+
+def _number(before: StepSize, here: StepSize, processes: int) -> int:
+    """The micro-batches of so many processes that have the samples of a step before; 0 where no whole number has."""
+    if len(before.batch_sizes) != len(here.batch_sizes):
+        return 0
+    wholes = [before.accumulated * before.processes * size for size in before.batch_sizes]
+    pairs = [divmod(whole, processes * size) for whole, size in zip(wholes, here.batch_sizes, strict=True)]
+    return pairs[0][0] if set(pairs) == {(pairs[0][0], 0)} else 0
+
+
+def _scale_open_window(loop: dict[str, Any], before: int, now: int) -> None:
+    """Counts the micro-batches of a window that was open in those of now, where that gives a whole number.
+
+    A loss is divided by their number, so the gradients, averaged over the ranks, are of the same part of a step.
+    """
+    window, done = loop.get("window"), loop.get("open_batches", 0) * now
+    if window is None or window.get("weighted") or done % before:
+        return
+    loop["open_batches"] = done // before
+    loop["window"] = {**window, "accumulate": now}

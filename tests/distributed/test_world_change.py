@@ -1,0 +1,126 @@
+"""Runs that go on with more or fewer processes: under on_world_change="keep_global_batch" each step has the samples that it had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Sampler
+
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.optimizers import FusedAdam
+from tests.distributed.ranks import run_ranks
+from tests.small import Classifier, quiet_trainer
+from tests.trainer.test_exact_resume import Samples
+
+SIZE, BATCH, EPOCHS = 96, 4, 2
+STEP = 16  # samples
+CLOSE = {
+    "O0": {"rtol": 1e-4, "atol": 1e-5},
+    "O2": {"rtol": 2e-2, "atol": 2e-3},
+    "O5": {"rtol": 5e-2, "atol": 1e-2},
+}
+
+
+class Net(Classifier):
+    """Notes its samples; its schedule is as long as the steps that the Trainer expects."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.seen, self.optimizer, self.until = [], optimizer, None
+
+    def training_step(self, batch, batch_idx):
+        self.seen += [(self.current_epoch, self.global_step, index) for index in batch[2].tolist()]
+        return super().training_step(batch[:2], batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step == self.until:
+            self.trainer.stop("that is enough")
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters(), lr=0.01, eps=1e-3)
+        schedule = OneCycleLR(optimizer, 0.02, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class InOneProcess(Sampler):
+    """The order that several processes share."""
+
+    def __init__(self, size, epoch=0):
+        self.size, self.epoch = size, epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def train(folder, loader, until, level, optimizer, accumulate, strategy="single"):
+    """Goes on to so many steps; what there is to compare."""
+    module = Net(optimizer)
+    module.until = until
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices="auto",
+        precision=level,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        on_world_change="keep_global_batch",
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1)],
+    )
+    trainer.fit(module, loader, ckpt_path="auto")
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    state = module.state_dict() if trainer.is_global_zero else {}
+    return {
+        "steps": trainer.global_step,
+        "seen": module.seen,
+        "lr": lr,
+        "state": state,
+        "window": trainer.accumulate_grad_batches,
+    }
+
+
+def check(folder, strategy, worlds, level, optimizer, accumulate):
+    """Each number of ranks trains its share of the steps; samples, learning rate and weights are those of one process."""
+    steps = EPOCHS * SIZE // STEP
+    options = level, optimizer
+    whole = DataLoader(Samples(SIZE), STEP, sampler=InOneProcess(SIZE))
+    straight = train(folder / "straight", whole, None, *options, 1)
+    loader, seen = DataLoader(Samples(SIZE), BATCH, shuffle=True), []
+    for number, world in enumerate(worlds, start=1):
+        until = steps * number // len(worlds)
+        ranks = run_ranks(train, world, folder / "ranks", loader, until, *options, accumulate, strategy, timeout=120.0)
+        assert {one["steps"] for one in ranks} == {until}
+        assert {one["window"] for one in ranks} == {STEP // BATCH // world}
+        seen += [place for one in ranks for place in one["seen"]]
+    assert sorted(seen) == sorted(straight["seen"])
+    assert ranks[0]["lr"] == straight["lr"]
+    assert ranks[0]["state"].keys() == straight["state"].keys()
+    for name, value in straight["state"].items():
+        torch.testing.assert_close(
+            ranks[0]["state"][name], value, **CLOSE[level], msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "worlds", "level", "optimizer", "accumulate"),
+    [("ddp", (2, 1, 4), "O0", torch.optim.AdamW, 2), ("fsdp", (4, 2), "O2", FusedAdam, 1)],
+)
+def test_steps_keep_their_samples(strategy, worlds, level, optimizer, accumulate, tmp_path):
+    check(tmp_path, strategy, worlds, level, optimizer, accumulate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, FusedAdam])
+@pytest.mark.parametrize("level", list(CLOSE))
+@pytest.mark.parametrize("worlds", [(2, 1, 4), (4, 2, 1), (1, 4, 2)])
+@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp", "fsdp"])
+def test_steps_keep_their_samples_under_every_strategy(strategy, worlds, level, optimizer, tmp_path):
+    check(tmp_path, strategy, worlds, level, optimizer, STEP // BATCH // worlds[0])
