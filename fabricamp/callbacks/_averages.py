@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import is_shard, local
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
 from fabricamp.strategies.base import Strategy
@@ -40,7 +41,8 @@ class Rule(NamedTuple):
 class Averages:
     """The averages of the parameters that optimizers update, and with ``use_buffers`` of buffers that are saved.
 
-    ``values`` are fp32 at least, on ``device`` (None: where the weights are), by the module's names.  ``count`` is the number of
+    ``values`` are fp32 at least, on ``device`` (None: where the weights are), by the module's names; sharded as the weights are,
+    each rank averages its parts.  ``count`` is the number of
     updates: a tensor on the device where steps may be skipped, so that nobody waits to know whether one was.
     """
 
@@ -61,20 +63,36 @@ class Averages:
 
     @torch.no_grad()
     def follow(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Tensor] | None = None
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        strategy: Strategy,
+        saved: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Takes in what is trained now; new averages begin as ``saved``, or as the weights are."""
-        sources = self._sources(module, optimizers)
+        sources = self._sources(module, optimizers, strategy)
         for name, (updated, _) in sources.items():
             if name not in self.values:
                 value = updated if saved is None else saved.get(name, updated)
-                dtype = torch.promote_types(updated.dtype, torch.float32)
-                self.values[name] = value.detach().to(self._device or updated.device, dtype, copy=True)
-        self._weights = [updated for updated, _ in sources.values()]
-        self._moved = [self.values[name] for name in sources]
+                self.values[name] = self._new(value, torch.promote_types(updated.dtype, torch.float32))
+        self._weights = [local(updated) for updated, _ in sources.values()]
+        self._moved = [local(self.values[name]) for name in sources]
 
-    def _sources(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _new(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        own = value.detach().to(dtype=dtype, copy=True)
+        if self._device is None:
+            return own
+        if not is_shard(own):
+            return own.to(self._device)
+        part: Any = own  # whose mesh stays where it is
+        part._local_tensor = local(part).to(self._device)
+        return own
+
+    def _sources(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """What is averaged, by name: the tensor that an optimizer updates (an fp32 master), and the module's own."""
+        strategy.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         updated = [one for optimizer in optimizers for one in owned_parameters(optimizer)]
         own = [(one, module_parameter(one)) for one in updated]
@@ -140,19 +158,22 @@ class Averages:
 
         Every rank gets rank 0's averages of buffers, which a checkpoint has.
         """
-        sources = self._sources(module, optimizers)
+        sources = self._sources(module, optimizers, strategy)
         raw = {name: updated.clone() for name, (updated, _) in sources.items()}
         values = {name: self.values[name] for name in sources if name in self.values}
         self._write(sources, {**values, **self._of_rank_zero(module, values, strategy)})
         return raw
 
     @torch.no_grad()
-    def put_back(self, raw: Mapping[str, Tensor], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def put_back(
+        self, raw: Mapping[str, Tensor], module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
+    ) -> None:
         """Gives the module the weights back that :meth:`put_in` returned."""
-        self._write(self._sources(module, optimizers), raw)
+        self._write(self._sources(module, optimizers, strategy), raw)
 
     def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
-        chosen = [(*sources[name], value) for name, value in values.items() if name in sources]
+        pairs = [(*sources[name], value) for name, value in values.items() if name in sources]
+        chosen = [(local(one), local(own), local(value)) for one, own, value in pairs]
         updated = [one for one, _, _ in chosen]
         if chosen:
             torch._foreach_copy_(updated, [value for _, _, value in chosen])

@@ -122,7 +122,7 @@ class StochasticWeightAveraging(Callback):
         self._check(trainer, pl_module)
         averages = self._averages = Averages(self._rule, self._device, use_buffers=False)
         saved, self._saved = self._saved, None
-        averages.follow(pl_module, trainer.optimizers, saved and saved["average"])
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
         if saved is not None:
             averages.count, averages.begun = saved["count"], saved["count"] > 0
 
@@ -149,7 +149,7 @@ class StochasticWeightAveraging(Callback):
         self._latest_epoch = epoch
         if self._scheduler is None:
             self._anneal(trainer)
-        averages.follow(pl_module, trainer.optimizers)
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy)
         averages.update(None)
 
     def _anneal(self, trainer: Trainer) -> None:

@@ -108,7 +108,7 @@ class WeightAveraging(Callback):
         """Takes the average that a checkpoint had."""
         self._averages = averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
         saved, self._saved = self._saved, None
-        averages.follow(pl_module, trainer.optimizers, saved and saved["average"])
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
         if saved is not None:
             averages.count, averages.begun = saved["count"], True
         applied, at_update = _applied(trainer), self._applied_at_update
@@ -118,7 +118,7 @@ class WeightAveraging(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Takes in what is trained from this epoch on."""
         if self._averages is not None:
-            self._averages.follow(pl_module, trainer.optimizers)
+            self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
@@ -157,7 +157,7 @@ class WeightAveraging(Callback):
         try:
             yield
         finally:
-            averages.put_back(self._raw, pl_module, trainer.optimizers)
+            averages.put_back(self._raw, pl_module, trainer.optimizers, trainer.strategy)
             self._raw = None
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ class Placing:
 
     def place(self, name: str, saved: Any, like: Any) -> Any:
         """Returns ``saved``, which has this name on disk, sharded as ``like`` is; its values may come with :meth:`read`."""
-        if not isinstance(saved, Tensor) or not (is_shard(like) and saved.shape == like.shape):
+        if not isinstance(saved, Tensor) or is_shard(saved) or not (is_shard(like) and saved.shape == like.shape):
             return saved
         if saved.is_meta:
             target = torch.empty_like(like.detach(), dtype=saved.dtype)
@@ -47,15 +48,28 @@ class Placing:
 
 
 def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``checkpoint`` with its weights sharded as the module's ``own`` are; as it is where none of these is."""
-    saved = checkpoint.get("state_dict")
-    if not isinstance(saved, dict) or not any(map(is_shard, own.values())):
+    """Returns ``checkpoint`` with its weights sharded as the module's ``own`` are; as it is where none of these is.
+
+    What callbacks keep by the names of weights (averages) goes with them.
+    """
+    if not any(map(is_shard, own.values())):
         return checkpoint
-    placing, weights = Placing(checkpoint, path), saved.copy()
-    for name, value in saved.items():
-        weights[name] = placing.place(f"state_dict/{name}", value, own.get(name))
+    placing = Placing(checkpoint, path)
+
+    def placed(value: Any, place: str) -> Any:
+        if not isinstance(value, dict):
+            return value
+        result = copy.copy(value)  # with what torch hangs on a state dict
+        for key, item in value.items():
+            name = f"{place}/{key}"
+            result[key] = placing.place(name, item, own.get(key)) if isinstance(item, Tensor) else placed(item, name)
+        return result
+
+    found = checkpoint.copy()
+    for key in found.keys() & {"state_dict", "current_model_state", "callbacks"}:
+        found[key] = placed(checkpoint[key], key)
     placing.read()
-    return {**checkpoint, "state_dict": weights}
+    return found
 
 
 def placed_states(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.placing import placed_weights
 from fabricamp.data import draw_a_pass, release_workers
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.compiled import step_of
@@ -110,6 +111,8 @@ class Session:
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)
+        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
+            self._synchronise_batchnorm()  # before it may be sharded
         shard_module(self, filled_later=ckpt_path is not None)
         private = any(one.logged and one.private for _, one in kept_of(self))
         for logger in self.trainer.loggers:
@@ -122,8 +125,6 @@ class Session:
             self._channels_last = self.settings.performance.convert(self.module)
         # Before any masters are taken: these have to be the same on every rank too.
         self.strategy.share_module(self.module)
-        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
-            self._synchronise_batchnorm()
         self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
         if ckpt_path is not None and self.module.dtype is torch.float64:
             self._restore("weights")  # once more: fp32 could not hold them
@@ -170,6 +171,8 @@ class Session:
         """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
         if self.checkpoint is None:
             self.checkpoint = read_together(path, self.strategy)
+        if self.strategy.checkpoint_form == "folder":
+            self.checkpoint = placed_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
         self._restore("weights")

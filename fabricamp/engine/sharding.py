@@ -11,12 +11,9 @@ from fabricamp.callbacks.divergence_check import DivergenceCheck
 from fabricamp.callbacks.gradient_monitor import GradientMonitor
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
-from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
-from fabricamp.callbacks.weight_averaging import WeightAveraging
 from fabricamp.checkpoint import places
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.loggers.tensorboard import TensorBoardLogger
-from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.base import Precision
 from fabricamp.precision.casting import modules_to_convert
 from fabricamp.precision.level import OptLevel
@@ -32,8 +29,6 @@ _REFUSED = {
     BatchSizeFinder: "find it with strategy='single' on a smaller model",
     LearningRateFinder: "find it with strategy='single' on a smaller model",
     DivergenceCheck: "leave it out: every rank has other parts, and none that could diverge",
-    StochasticWeightAveraging: "leave it out, or use strategy='ddp'",
-    WeightAveraging: "leave it out, or use strategy='ddp'",
 }
 
 
@@ -72,10 +67,6 @@ def _check(session: Session) -> None:
                 f"TensorBoardLogger(log_graph=True) with strategy={name!r} is not offered, as rank 0 alone cannot run forward: "
                 "leave log_graph out"
             )
-    if session.settings.sync_batchnorm:
-        raise ConfigError(
-            f"sync_batchnorm=True with strategy={name!r} is not offered: leave it out, or use strategy='ddp'"
-        )
 
 
 def _check_folder(callback: Callback, name: str) -> None:
@@ -102,17 +93,16 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         return ShardPlan(filled_later=filled_later)
     kept: list[nn.Module] = []
     if level.cast_model_type is not None:
-        if not level.master_weights or level.cast_model_type not in HALF_DTYPES:
-            raise ConfigError(
-                f"precision {level.name!r} with a strategy that shards is not offered: its parts would be {level.cast_model_type}; "
-                "give 'O2' or 'O5', whose parts are fp32 masters, or 'O0', 'O1' or 'O4'"
-            )
-        chosen = set(modules_to_convert(module, keep_batchnorm_fp32=level.keep_batchnorm_fp32))
+        choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
+        chosen = set(modules_to_convert(module, **choice))
         kept = [one for one in module.modules() if one not in chosen]
     elif level.cast_model_outputs is not None:
         raise ConfigError(
             f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
     return ShardPlan(
-        compute_dtype=level.cast_model_type or level.autocast, kept=frozenset(kept), filled_later=filled_later
+        compute_dtype=level.cast_model_type or level.autocast,
+        stored_dtype=None if level.master_weights else level.cast_model_type,
+        kept=frozenset(kept),
+        filled_later=filled_later,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabricamp.ops.reference import corrections, logarithms, one_each, prepared, widened
 from fabricamp.ops.rules import Cells, Rows, Rule, Steering, Tensors, function_of
+from fabricamp.ops.shards import whole_sums
 from fabricamp.ops.table import Table
 
 
@@ -63,7 +64,8 @@ class LambRule(Rule):
         words, limit, skips = steering.arguments()
         numbers, ratios, _ = _memory(table)
         table.launch(cls.kernel, "moments", words, limit, skips, steering.norm, numbers)
-        table.launch(cls.kernel, "trust_ratios", words, skips, numbers, ratios, blocks=table.rows)
+        whole = whole_sums(table, numbers, 2)
+        table.launch(cls.kernel, "trust_ratios", words, skips, numbers, whole, ratios, blocks=table.rows)
         table.launch(cls.kernel, "update", words, skips, int(cls.counts), ratios)
 
     def measure(self, rows: Table | Rows, steering: Steering) -> Tensor | None:
@@ -114,8 +116,8 @@ class LambRule(Rule):
         """How far each parameter goes: lr, times its norm over that of its direction where the rule adapts and neither is 0."""
         ratios = torch.ones(len(parameters), dtype=torch.float64, device=parameters[0].device)
         if self.adapts:
-            of_parameters = torch.stack([one.double() for one in torch._foreach_norm(parameters)])
-            of_directions = torch.stack([one.double() for one in torch._foreach_norm(directions)])
+            norms = torch.stack([_norms(parameters), _norms(directions)], 1)
+            of_parameters, of_directions = (norms if self.shared is None else self.shared.norms(norms)).unbind(1)
             adapted = (of_parameters != 0) & (of_directions != 0)
             ratios = torch.where(adapted, of_parameters / of_directions, ratios)
         return one_each(ratios * self.lr, parameters)
@@ -127,11 +129,14 @@ def launch_norm(table: Table, steering: Steering, measured: tuple[Tensor, float]
     ``measured`` (scale, divisor) says that ``state.norm`` holds that of the gradients divided by both; they are not read then.
     """
     numbers, norm = _memory(table)[0::2]
+    count = table.chunks
     words, limit, _ = steering.arguments()
     scale, divisor = measured or (None, 1.0)
     if measured is None:
         table.launch("lamb", "gradient_squares", words, limit, numbers)
-    table.launch("lamb", "total", words, numbers, table.chunks, scale, float(divisor), norm, blocks=1)
+        if (whole := whole_sums(table, numbers, 1)) is not None:
+            numbers, count = whole, table.rows
+    table.launch("lamb", "total", words, numbers, count, scale, float(divisor), norm, blocks=1)
     return norm
 
 
@@ -140,8 +145,13 @@ def gradient_norm(rows: Rows, steering: Steering) -> Tensor:
     if not rows.gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     values = prepared(rows.gradients, widened(rows.parameters), steering.state, steering.limit)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in torch._foreach_norm(values)]))
+    norms = _norms(values)
+    norm: Tensor = torch.linalg.vector_norm(norms if rows.shared is None else rows.shared.norms(norms))
     return norm
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.double() for one in torch._foreach_norm(list(tensors))])
 
 
 def _memory(table: Table) -> tuple[Tensor, Tensor, Tensor]:

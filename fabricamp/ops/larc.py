@@ -9,6 +9,7 @@ import torch
 
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
 from fabricamp.ops.rules import Rows, Rule, Steering, update
+from fabricamp.ops.shards import SharedRows, whole_sums
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class LarcRule(Rule):
         numbers = table.numbers(2 * (table.chunks + table.rows))
         sums, rates = numbers[: 2 * table.chunks], numbers[2 * table.chunks :]
         table.launch(cls.kernel, "sums", words, sums)
-        table.launch(cls.kernel, "rates", words, sums, rates, blocks=table.rows)
+        table.launch(cls.kernel, "rates", words, sums, whole_sums(table, sums, 2), rates, blocks=table.rows)
         table.launch(cls.kernel, "larc", words, rates, first_written=0)
 
     def reference(self, rows: Rows, steering: Steering) -> None:
@@ -58,7 +59,7 @@ class LarcRule(Rule):
         def update() -> None:
             parameters = widened(rows.parameters)
             values = prepared(rows.gradients, parameters, steering.state, None)
-            rates, decays = self._rates(_norms(values), _norms(parameters))
+            rates, decays = self._rates(*_norms(values, parameters, rows.shared))
             if self.weight_decay != 0:
                 values = list(torch._foreach_add(torch._foreach_mul(parameters, decays), values))
             rounded(torch._foreach_mul(values, rates), rows.gradients)
@@ -78,8 +79,10 @@ class LarcRule(Rule):
         return list(rates.unbind()), list(decays.unbind())
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([norm.double() for norm in torch._foreach_norm(tensors, 2)])
+def _norms(gradients: list[Tensor], parameters: list[Tensor], shared: SharedRows | None) -> tuple[Tensor, ...]:
+    found = [torch.stack([norm.double() for norm in torch._foreach_norm(one, 2)]) for one in (gradients, parameters)]
+    norms = torch.stack(found, 1)
+    return (norms if shared is None else shared.norms(norms)).unbind(1)
 
 
 def larc(

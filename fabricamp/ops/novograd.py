@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fabricamp.ops.reference import corrections, logarithms, one_each
@@ -56,7 +57,8 @@ class NovoGradRule(Rule):
         words, limit, skips = steering.arguments()
         numbers = table.numbers(table.chunks)
         table.launch(cls.kernel, "gradient_sizes", words, limit, skips, numbers)
-        table.launch(cls.kernel, "average_norms", words, skips, numbers, blocks=table.rows)
+        sums, largest = _whole_sizes(table, steering, numbers)
+        table.launch(cls.kernel, "average_norms", words, skips, numbers, sums, largest, blocks=table.rows)
         table.launch(cls.kernel, "update", words, limit, skips)
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
@@ -83,12 +85,25 @@ class NovoGradRule(Rule):
     def _average_norms(self, gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
         power = 1 if self.largest else 2  # of what is averaged
         new = torch.stack([one.double() for one in _norms(gradients, largest=self.largest)])
+        if self.shared is not None:
+            new = self.shared.largest(new) if self.largest else self.shared.norms(new)
         old = torch.stack([one.double() for one in norms])
         blended = (self.beta2 * old**power + (1 - self.beta2) * new**power) ** (1 / power)
         if not self.from_zero:
             blended = torch.where(torch.stack(list(steps)) == 0, new, blended)
         torch._foreach_copy_(list(norms), list(blended.unbind()))
         torch._foreach_add_(list(steps), 1.0)
+
+
+def _whole_sizes(table: Table, steering: Steering, numbers: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of squares, and the largest values, of whole rows, where ranks have parts of them."""
+    shared = table.shared
+    if shared is None:
+        return None, None
+    words, _, skips = steering.arguments()
+    sums, largest = shared.memory(2, table.device).view(2, table.rows).unbind()
+    table.launch(NovoGradRule.kernel, "row_sizes", words, skips, numbers, sums, largest, blocks=table.rows)
+    return shared.reduce_(sums), shared.reduce_(largest, dist.ReduceOp.MAX)
 
 
 def _norms(gradients: list[Tensor], *, largest: bool) -> Sequence[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
+from fabricamp.ops.shards import SharedRows
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Rows(NamedTuple):
     cells: Cells = ()
     copies: Sequence[Tensor | None] | None = None
     """What gets the rounded parameters."""
+    shared: SharedRows | None = None
+    """Who has other parts of what these are parts of, for rules that take norms of rows."""
 
 
 class Steering(NamedTuple):
@@ -67,6 +70,8 @@ class Rule:
     """The single numbers in it, fp32."""
     wide_cells: ClassVar[tuple[str, ...]] = ()
     """Cells that are as wide as the state: fp64 for fp64 parameters."""
+    shared: SharedRows | None = None
+    """The rows of a step in torch's operations, where they are parts."""
 
     def scalars(self) -> tuple[float | Tensor, ...]:
         """The rule as its kernel reads it, in the order of ``enum Scalar`` there."""
@@ -94,6 +99,7 @@ class Rule:
         if not rows.parameters:
             return
         states = [[one for one in column if one is not None] for column in rows.states]
+        self.shared = rows.shared
 
         def update() -> None:
             parameters, wide = widened(rows.parameters), [widened(column) for column in states]

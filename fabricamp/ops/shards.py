@@ -1,12 +1,20 @@
-"""Tensors of which each rank holds a part (torch's DTensors), and the memory that this rank has of one."""
+"""Tensors of which each rank holds a part (torch's DTensors): this rank's memory, and sums over the ranks that share one."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.ops.table import Table
 
 
 def is_shard(value: object) -> bool:
@@ -29,9 +37,93 @@ def device_of(tensor: Any) -> torch.device:
 
 
 def local_gradient(parameter: Any) -> Any:
-    """Returns this rank's part of a parameter's ``.grad``; None where there is none, or it has no elements here."""
+    """Returns this rank's part of a parameter's ``.grad``, which may have no elements; None where there is none."""
     gradient = parameter.grad
-    if gradient is None:
+    return getattr(gradient, "_local_tensor", gradient)
+
+
+class Members(NamedTuple):
+    """The rows that the ranks of a process group share, each rank a part of each; ``device``: where its numbers travel from."""
+
+    group: Callable[[], dist.ProcessGroup | None]
+    device: torch.device
+    rows: list[int]
+
+
+class SharedRows:
+    """Numbers of rows, of which each rank has those of its parts, put together over the ranks that share a row's parameter.
+
+    ``members`` are in an order that is the same on all ranks; no process group is kept alive.
+    """
+
+    def __init__(self, members: Sequence[Members], rows: int) -> None:
+        self._members = members
+        self._rows = rows
+        self._places: dict[int, Tensor] = {}
+        self._sums: Tensor | None = None
+
+    @classmethod
+    def of(cls, parameters: Sequence[Any]) -> SharedRows | None:
+        """Returns the rows of these parameters; None where none is shared.  Copies (HSDP) share nothing with each other."""
+        members: dict[dist.ProcessGroup, Members] = {}
+        for row, parameter in enumerate(parameters):
+            for dimension, placement in enumerate(parameter.placements if is_shard(parameter) else ()):
+                if not placement.is_replicate() and parameter.device_mesh.size(dimension) > 1:
+                    group = parameter.device_mesh.get_group(dimension)
+                    members.setdefault(group, Members(weakref.ref(group), device_of(parameter), [])).rows.append(row)
+        return cls(list(members.values()), len(parameters)) if members else None
+
+    def chosen(self, rows: Sequence[int]) -> SharedRows:
+        """Returns some of the rows, as rows of their own."""
+        places = {row: place for place, row in enumerate(rows)}
+        members = [one._replace(rows=[places[row] for row in one.rows if row in places]) for one in self._members]
+        return SharedRows(members, len(rows))
+
+    def reduce_(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Replaces each row of ``numbers`` by the sum (or another ``operation``) over its ranks; every rank calls it."""
+        for number, (group, device, rows) in enumerate(self._members):
+            ranks = group()
+            assert ranks is not None, "the process group is gone, and with it the run that these rows are of"
+            whole = len(rows) == self._rows
+            part = numbers if whole else numbers.index_select(0, self._places_of(number, numbers.device))
+            travelling = part.to(device)  # from host memory, where parts wait there
+            if rows:
+                dist.all_reduce(travelling, operation, ranks)
+            if not whole:
+                numbers.index_copy_(0, self._places_of(number, numbers.device), travelling.to(numbers.device))
+            elif travelling is not numbers:
+                numbers.copy_(travelling)
+        return numbers
+
+    def _places_of(self, number: int, device: torch.device) -> Tensor:
+        places = self._places.get(number)
+        if places is None:
+            rows = self._members[number].rows
+            places = self._places[number] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return places
+
+    def norms(self, parts: Tensor) -> Tensor:
+        """Returns the norms of whole rows from those of this rank's ``parts``."""
+        return self.reduce_(parts.square()).sqrt_()
+
+    def largest(self, parts: Tensor) -> Tensor:
+        """Returns the largest values of whole rows from those of this rank's ``parts``, none negative; nan stays nan."""
+        bad = parts.isnan()
+        lost = self.reduce_(torch.where(bad, parts, 0.0))  # a maximum may lose it
+        return self.reduce_(parts.masked_fill(bad, 0.0), dist.ReduceOp.MAX).add_(lost)
+
+    def memory(self, each: int, device: torch.device) -> Tensor:
+        """Memory for ``each`` fp64 numbers a row, good until the next call."""
+        if self._sums is None or self._sums.numel() < each * self._rows:
+            self._sums = torch.empty(each * self._rows, dtype=torch.float64, device=device)
+        return self._sums[: each * self._rows]
+
+
+def whole_sums(table: Table, numbers: Tensor, each: int) -> Tensor | None:
+    """Returns the sums of whole rows, ``each`` a row, where rows are shared; None elsewhere.  ``numbers``: ``each`` a chunk."""
+    shared = table.shared
+    if shared is None:
         return None
-    own = getattr(gradient, "_local_tensor", gradient)
-    return own if own is gradient or own.numel() else None
+    sums = shared.memory(each, table.device)
+    table.launch("statistics", "row_sums", numbers, each, sums, blocks=table.rows)
+    return shared.reduce_(sums.view(table.rows, each))

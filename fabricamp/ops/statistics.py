@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fabricamp.ops.shards import SharedRows
     from fabricamp.ops.table import Table
 
 
@@ -39,10 +40,12 @@ def table_norms(table: Table) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor, divisor: float = 1.0) -> Tensor:
+def gradient_statistics(
+    gradients: Sequence[Tensor], scale: Tensor, divisor: float = 1.0, *, shared: SharedRows | None = None
+) -> Tensor:
     """Returns fp32 numbers whose sum is that of the squares of ``gradients / (scale * divisor)``, on ``scale``'s device.
 
-    Ranks that each hold a part of the gradients sum them, and then over ranks, before :func:`~fabricamp.ops.finish`.
+    Of ``shared`` ones, parts of gradients, they are one of each whole gradient, the same on every rank.
     """
     if not gradients:
         return torch.zeros(1, dtype=torch.float32, device=scale.device)
@@ -51,15 +54,16 @@ def gradient_statistics(gradients: Sequence[Tensor], scale: Tensor, divisor: flo
         # Not the table's own memory, which the next call with these gradients would write over.
         own = torch.empty(table.chunks, dtype=torch.float32, device=table.device)
         table.launch("statistics", "sum_squares", scale, divisor, own)
-        return own
+        return own if shared is None else _of_whole_rows(table, own, shared)
     norms = torch.stack(_norms(gradients)) * (scale * divisor).reciprocal()
-    return norms.square_()
+    squares = norms.square_()
+    return squares if shared is None else shared.reduce_(squares)
 
 
 def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -> int | None:
     """Returns which of several gradients with so many elements entry ``index`` of :func:`gradient_statistics` is of.
 
-    None where they have no such entry.
+    None where they have no such entry.  Shared ones have one each.
     """
     chunks = tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
     for place, size in enumerate(sizes):
@@ -70,9 +74,18 @@ def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -
 
 
 def sum_squares(table: Table, scale: Tensor | None = None, divisor: float = 1.0) -> Tensor:
-    """Returns one sum of squares a chunk of ``column 0 / (scale * divisor)``, in memory that the table keeps for it."""
+    """Returns one sum of squares a chunk of ``column 0 / (scale * divisor)``, in memory that the table keeps for it.
+
+    Where rows are shared it is one a whole row.
+    """
     table.launch("statistics", "sum_squares", scale, divisor, table.partial)
-    return table.partial
+    return table.partial if table.shared is None else _of_whole_rows(table, table.partial, table.shared)
+
+
+def _of_whole_rows(table: Table, partial: Tensor, shared: SharedRows) -> Tensor:
+    sums = torch.empty(table.rows, dtype=torch.float32, device=table.device)
+    table.launch("statistics", "row_squares", partial, sums, blocks=table.rows)
+    return shared.reduce_(sums)
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:

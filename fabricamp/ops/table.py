@@ -18,6 +18,7 @@ from torch import Tensor
 from fabricamp.ops import bridge
 from fabricamp.ops.bridge import Kind
 from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, same_layout
+from fabricamp.ops.shards import SharedRows
 from fabricamp.ops.uploads import CAPTURES, is_capturing, lasting_memory, upload
 
 CHUNK_SIZE: Final = 32768  # 16 Ki to 64 Ki are within 4 % of each other; this is best where tensors are many and small
@@ -43,7 +44,7 @@ class Table:
 
     ``columns`` are lists of one length; None where a row does not have the column.  A row whose column 0 is None takes no part.
     ``cells`` are columns of single values (step counts); ``flags`` is the cell, of fp32, with 0 in rows that take no part.
-    ``groups`` gives each row the group whose ``scalars`` it reads.
+    ``groups`` gives each row the group whose ``scalars`` it reads.  ``shared`` rows are parts of what several ranks hold.
     Column 0 is only read, unless a launch says else; the others may be written.
     """
 
@@ -56,8 +57,10 @@ class Table:
         flags: int = -1,
         groups: Sequence[int] | None = None,
         chunk_size: int | None = None,
+        shared: SharedRows | None = None,
     ) -> None:
         self.device = device
+        self.shared = shared
         self._columns = [list(column) for column in columns]
         self._flag_cell = flags
         self._chunk_size = chunk_size or CHUNK_SIZE

@@ -15,7 +15,7 @@ from torch.optim.optimizer import required
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
-from fabricamp.ops.shards import is_shard, local, local_gradient
+from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
@@ -53,8 +53,6 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     rule: ClassVar[type[ops.Rule]]
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
     """Attributes that a copy or pickle of the optimizer keeps."""
-    takes_shards: ClassVar[bool] = True
-    """Whether each value is updated by itself, so that a rank can update its part of a sharded parameter (a DTensor)."""
     reads_scale: ClassVar[bool] = False
     """Whether a step reads the scale that its statistics were taken with again: no window may end before it."""
     _step_supports_amp_scaling = True  # torch's GradScaler then hands its flag over instead of reading it
@@ -189,8 +187,6 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             if gradients[place] is not None or self.state.get(parameter):
                 self._fill_state(parameter)
                 refusals.refuse_state(self, parameter, place, (*self.rule.states, "master_param"))
-                if is_shard(parameter) and not local(parameter).numel():
-                    continue  # this rank has none of it
                 places.setdefault(parameter.device, []).append(place)
         groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         parts = []
@@ -206,6 +202,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                 cells=[[state[name] for state in states] for name in self.rule.cells],
                 copies=[local(copy) for _, copy in rows],
                 flags=None if flags is None else [flags[place] for place in own],
+                shared=SharedRows.of([parameters[place] for place in own]),
             )
             parts.append(part)
         return parts
@@ -233,7 +230,10 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             state["master_param"] = parameter.detach().to(wide)
 
     def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
-        """Returns what ``ops.finish`` takes: sums of squares of the gathered gradients divided by ``scale * divisor``."""
+        """Returns what ``ops.finish`` takes: sums of squares of the gathered gradients divided by ``scale * divisor``.
+
+        Of sharded parameters they are those of whole gradients: the ranks that share them meet here.
+        """
         pieces = [part.statistics(scale, divisor) for part in self._parts or ()]
         if len(pieces) == 1:
             return pieces[0]

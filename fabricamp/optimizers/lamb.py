@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops import LambRule, Rows, Steering
+from fabricamp.ops import LambRule, Steering
 from fabricamp.ops.lamb import gradient_norm, launch_norm
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
@@ -30,7 +30,6 @@ class FusedLAMB(FusedOptimizer):
     """
 
     rule: ClassVar[type[LambRule]] = LambRule
-    takes_shards = False
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "adam_w_mode", "use_nvlamb")
     reads_scale: ClassVar[bool] = True
     _measured: tuple[Tensor, float] | None = None  # scale and divisor of the statistics of this step's gradients
@@ -116,7 +115,6 @@ class FusedLAMB(FusedOptimizer):
             return launch_norm(part.table, own, measured)
         if measured is not None and state is not None:
             return state.norm.double() * measured[0] * measured[1] * state.multiplier
-        rows = [part.of_group(index) for index in range(len(self.param_groups))]
-        gradients = [one for group in rows for one in group.gradients]
-        parameters = [one for group in rows for one in group.parameters]
-        return gradient_norm(Rows(gradients, parameters), own).to(part.device)
+        norms = [gradient_norm(part.of_group(index), own) for index in range(len(self.param_groups))]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(part.device) for norm in norms]))
+        return total

@@ -14,10 +14,9 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
 from fabricamp.ops import LarcRule, Steering
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
-from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part, set_scalars
 
@@ -39,8 +38,6 @@ class LARC(NamesKeywords, Optimizer):
     tensor([0.9800, 0.9800, 0.9800, 0.9800])
     """
 
-    takes_shards = False
-
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
@@ -58,8 +55,6 @@ class LARC(NamesKeywords, Optimizer):
                 raise ConfigError(f"LARC got {name}={value!r}; it has to be a number from 0 on")
         # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
-        if any(map(is_shard, owned_parameters(optimizer))):
-            refuse_unreadable(self, owned_parameters(optimizer), "parameter")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._parts: list[Part] | None = None
@@ -129,7 +124,7 @@ class LARC(NamesKeywords, Optimizer):
     def _gather_own(self) -> list[Tensor | None]:
         """Finds gradients and parameters, and returns the gradients."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [local_gradient(one) if is_shard(one) else one.grad for one in parameters]
         if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
             refuse_rebuild(self, self._parts, parameters)
             refuse_unreadable(self, parameters, "parameter")
@@ -155,11 +150,12 @@ class LARC(NamesKeywords, Optimizer):
                 device,
                 own,
                 [groups[place] for place in own],
-                parameters=[parameters[place] for place in own],
+                parameters=[local(parameters[place]) for place in own],
                 states=[],
                 cells=[],
                 copies=[None for _ in own],
                 flags=None,
+                shared=SharedRows.of([parameters[place] for place in own]),
             )
             for device, own in places.items()
         ]

@@ -33,7 +33,6 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     rule: ClassVar[type[Rule]] = NovoGradRule
-    takes_shards = False
     options: ClassVar[tuple[str, ...]] = (*FusedOptimizer.options, "moment_mode")
 
     def __init__(

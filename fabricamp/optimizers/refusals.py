@@ -41,17 +41,12 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
     """Raises UnsupportedError for the first of ``tensors``, one per parameter, that kernels cannot read.
 
     That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".  Of a sharded one they read this
-    rank's part, where the optimizer has no norms of whole parameters.
+    rank's part.
     """
     for place, whole in enumerate(tensors):
         if whole is None:
             continue
         one = local(whole) if role == "parameter" else whole
-        if one is not whole and not getattr(optimizer, "takes_shards", False):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} got {name_of(optimizer, place)} as a shard, and its update takes norms of whole "
-                "parameters; take FusedAdam, FusedSGD, FusedAdagrad or FusedLion for sharded ones"
-            )
         if is_wrapper(one):
             whose = name_of(optimizer, place)
             raise UnsupportedError(

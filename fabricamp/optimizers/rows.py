@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fabricamp import ops
 from fabricamp.ops import Rows, Rule
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.layouts import addresses
-from fabricamp.ops.shards import local
+from fabricamp.ops.shards import SharedRows, local
 from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
@@ -41,8 +41,10 @@ class Part:
         cells: list[list[Tensor]],
         copies: list[Tensor | None],
         flags: list[Tensor | None] | None,
+        shared: SharedRows | None = None,
     ) -> None:
         self.device = device
+        self._shared = shared
         self.places = places
         self._of_group: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
@@ -67,6 +69,7 @@ class Part:
                 cells=cells if flags is None else [*cells, flags],
                 flags=-1 if flags is None else len(cells),
                 groups=groups,
+                shared=shared,
             )
 
     def has(self, row: int, target: Tensor, state: Column) -> bool:
@@ -111,7 +114,8 @@ class Part:
         if self.table is not None:
             return sum_squares(self.table, own, divisor)
         nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        return ops.gradient_statistics([nothing if one is None else one for one in self._present()], own, divisor)
+        gradients = [nothing if one is None else one for one in self._present()]
+        return ops.gradient_statistics(gradients, own, divisor, shared=self._shared)
 
     def _present(self) -> Column:
         """The gradients of rows that take part; flags are read by the host here, as only a reference may."""
@@ -127,13 +131,15 @@ class Part:
         chosen = [row for row in rows if present[row] is not None]
         gradients = [gradient for row in chosen if (gradient := present[row]) is not None]
         if len(chosen) == len(self.places):  # all of them, as in most steps of most optimizers
-            return Rows(gradients, self._parameters, self._states, self._cells, self._copies if self._copied else None)
+            copies = self._copies if self._copied else None
+            return Rows(gradients, self._parameters, self._states, self._cells, copies, self._shared)
         return Rows(
             gradients,
             [self._parameters[row] for row in chosen],
             [[state[row] for row in chosen] for state in self._states],
             [[cell[row] for row in chosen] for cell in self._cells],
             [self._copies[row] for row in chosen],
+            None if self._shared is None else self._shared.chosen(chosen),
         )
 
     def mark_written(self, table: Table) -> None:
@@ -143,12 +149,17 @@ class Part:
 
     def place_of_statistic(self, index: int) -> int:
         """Returns where the parameter stands that entry ``index`` of :meth:`statistics` belongs to."""
-        return self.places[index if self.table is None else self.table.row_of_chunk(index)]
+        return self.places[index if self._one_a_row else cast("Table", self.table).row_of_chunk(index)]
+
+    @property
+    def _one_a_row(self) -> bool:
+        """Whether statistics are one a row, else one a chunk."""
+        return self.table is None or self._shared is not None
 
     @property
     def entries(self) -> int:
         """How many entries :meth:`statistics` has."""
-        return len(self.places) if self.table is None else self.table.chunks
+        return len(self.places) if self._one_a_row else cast("Table", self.table).chunks
 
 
 class Known:

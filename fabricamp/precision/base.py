@@ -74,7 +74,6 @@ class Precision(NamesKeywords):
 
         ``accumulates``: a window has several micro-batches.
         """
-        self._stepper = PLAIN if strategy.checkpoint_form == "file" else Stepper(strategy)
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
         """Where this optimizer's gradients are before :meth:`step`: what a strategy exchanges.

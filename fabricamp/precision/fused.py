@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from fabricamp.optimizers.base import FusedOptimizer
     from fabricamp.precision.base import Clip
-    from fabricamp.strategies.base import Strategy
 
 
 _FLAGS = WeakTensorKeyDictionary()
@@ -32,8 +31,6 @@ def flags_of(present: Tensor) -> list[Tensor]:
 class StepNumbers(NamedTuple):
     """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
 
-    ``shards``: the strategy, where each rank has a part of the gradients.
-
     ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.  ``sticky``, ``closing`` and
     ``loss`` are those of :func:`~fabricamp.ops.finish`.
     """
@@ -42,7 +39,6 @@ class StepNumbers(NamedTuple):
     scale: Tensor
     divisor: float
     skips: bool
-    shards: Strategy | None = None
     origin: int = 0
     sticky: bool = False
     closing: ops.ScaleRule | None = None
@@ -79,12 +75,8 @@ def step_fused(
         optimizer.step()
         return None
     max_norm, limit = limits(clip)
-    if how.skips or max_norm is not None:
-        statistics = optimizer.statistics(how.scale, how.divisor)
-        if how.shards is not None:
-            statistics = add_up(how.shards, statistics)
-    else:
-        statistics = how.scale.new_empty(0)  # nobody asks for norm or flag: the gradients are read once
+    asked = how.skips or max_norm is not None  # else for neither norm nor flag: the gradients are read once
+    statistics = optimizer.statistics(how.scale, how.divisor) if asked else how.scale.new_empty(0)
     how.finish(statistics, max_norm)
     optimizer.steer(how.state, limit=limit, skips=how.skips)
     optimizer.step()
@@ -96,10 +88,3 @@ def limits(clip: Clip | None) -> tuple[float | None, float | None]:
     if clip is None:
         return None, None
     return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
-
-
-def add_up(strategy: Strategy, statistics: Tensor) -> Tensor:
-    """Returns the statistics of all ranks, each of which has a part of the gradients."""
-    total = statistics.sum().reshape(1)
-    strategy.reduce_statistics(total)
-    return total

@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.ops.shards import is_shard, local, local_gradient
+from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.fused import flags_of
 from fabricamp.precision.master_weights import MasterWeights, adopt
@@ -61,6 +61,7 @@ class Binding:
         self._masters = masters
         self._exchanged = exchanged
         self._grad_of: Callable[[Any], Any] = _grad
+        self._shared: SharedRows | None = None
         self.sums = sums
         """Whether gradients are summed in :attr:`memory`, beside ``.grad``."""
         self.memory = GradientMemory((), sums=sums)
@@ -77,6 +78,7 @@ class Binding:
         if self._masters is not None:
             adopt(self._masters, self.optimizer)
         self.targets = owned_parameters(self.optimizer)
+        self._shared = SharedRows.of(self.targets)
         self._grad_of = local_gradient if any(map(is_shard, self.targets)) else _grad
         self.memory.hold(holders)
         self.holders = self.memory.parameters
@@ -103,6 +105,13 @@ class Binding:
     def own(self, gradients: list[Tensor]) -> list[Tensor]:
         """Returns this rank's parts where gradients are sharded, else the same."""
         return gradients if self._grad_of is _grad else [local(one) for one in gradients]
+
+    def shared(self, targets: Sequence[Tensor]) -> SharedRows | None:
+        """Returns who has other parts of these of the targets; None where they are whole."""
+        if self._shared is None or len(targets) == len(self.targets):
+            return self._shared
+        wanted = set(map(id, targets))
+        return self._shared.chosen([place for place, one in enumerate(self.targets) if id(one) in wanted])
 
     def rows(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
         """Returns a gradient a target (or None), and the flags that say on the device which of them count (None: all).

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
 from fabricamp import ops
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.ops.shards import local_gradient
+from fabricamp.ops.shards import SharedRows, is_shard, local_gradient
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.fused import StepNumbers, add_up, flags_of, step_fused
+from fabricamp.precision.fused import StepNumbers, flags_of, step_fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +24,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.precision.base import Clip
-    from fabricamp.strategies.base import Strategy
 
 
 class Stepper:
-    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills.
-
-    ``shards``: the strategy, where each rank has a part of the gradients.
-    """
-
-    def __init__(self, shards: Strategy | None = None) -> None:
-        self._shards = shards
+    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills."""
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
         """Returns where the gradients of ``optimizer`` are before its step."""
@@ -63,13 +58,13 @@ class Stepper:
                 device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
                 state = optimizer.own_state(device)
                 carried = gradients.carried(state.scale)
-                how = StepNumbers(state, carried, gradients.divisor, skips=False, shards=self._shards)
+                how = StepNumbers(state, carried, gradients.divisor, skips=False)
             step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
             return
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
         if clip is not None:
-            clip_gradients(optimizer, clip, self._shards)
+            clip_gradients(optimizer, clip)
         (run or optimizer.step)()
 
     def release(self) -> None:
@@ -77,6 +72,7 @@ class Stepper:
 
 
 PLAIN: Final = Stepper()
+_SHARED: Final[WeakKeyDictionary[Any, tuple[list[Tensor], SharedRows | None]]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -92,29 +88,37 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: Optimizer, clip: Clip, shards: Strategy | None = None) -> None:
+def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
     """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits.
 
-    ``shards``: the strategy, where each rank has a part of the gradients; torch would exchange a norm of each.
+    Of sharded ones this rank's parts, by one exchange: torch would exchange a norm of each.
     """
-    parameters = owned_parameters(optimizer)
-    if shards is not None:
-        own = [one for one in map(local_gradient, parameters) if one is not None]
-        if clip.algorithm == "norm":
-            device = own[0].device if own else shards.device
-            statistics = ops.gradient_statistics(own, torch.ones((), dtype=torch.float32, device=device))
-            norm = add_up(shards, statistics).sqrt()  # every rank, with or without a part
-            factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)[0]
-            if own:
-                torch._foreach_mul_(own, factor)
-        elif own:
-            torch._foreach_clamp_min_(own, -clip.value)
-            torch._foreach_clamp_max_(own, clip.value)
-        return
-    if clip.algorithm == "norm":
+    parameters = [one for one in owned_parameters(optimizer) if one.grad is not None]
+    if any(map(is_shard, parameters)):
+        _clip_parts(optimizer, parameters, clip)
+    elif clip.algorithm == "norm":
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)
     else:
         torch.nn.utils.clip_grad_value_(parameters, clip.value)
+
+
+def _clip_parts(optimizer: Optimizer, parameters: list[Tensor], clip: Clip) -> None:
+    own = list(map(local_gradient, parameters))
+    if clip.algorithm == "norm":
+        one = torch.ones((), dtype=torch.float32, device=own[0].device)
+        squares = ops.gradient_statistics(own, one, shared=_shared_rows(optimizer, parameters))
+        torch._foreach_mul_(own, (clip.value / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0))
+    else:
+        torch._foreach_clamp_min_(own, -clip.value)
+        torch._foreach_clamp_max_(own, clip.value)
+
+
+def _shared_rows(optimizer: Optimizer, parameters: list[Tensor]) -> SharedRows | None:
+    """Who shares the parameters, asked of them when they are others than last time."""
+    known = _SHARED.get(optimizer)
+    if known is None or len(known[0]) != len(parameters) or not all(map(operator.is_, known[0], parameters)):
+        known = _SHARED[optimizer] = parameters, SharedRows.of(parameters)
+    return known[1]
 
 
 def demands_closure(optimizer: Optimizer) -> bool:

@@ -14,12 +14,11 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.blame import Blame, Looked
-from fabricamp.precision.fused import StepNumbers, add_up, limits, step_fused
+from fabricamp.precision.fused import StepNumbers, limits, step_fused
 from fabricamp.precision.gradients import Binding, pair, values_of
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.plain_step import Stepper, clip_gradients, demands_closure, write_gradients
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
-from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
     from fabricamp.precision.loss_scaler import LossScaler
     from fabricamp.precision.master_weights import MasterWeights
+    from fabricamp.strategies.base import Strategy
 
 logger = logging.getLogger("fabricamp")
 
@@ -57,8 +57,6 @@ class OptimizerStepper(Stepper):
         plain: bool = False,
     ) -> None:
         self._strategy = strategy
-        # Where each rank has a part of the gradients, statistics are summed over them.
-        self._shards = None if type(strategy).reduce_statistics is Strategy.reduce_statistics else strategy
         self._plain = plain
         self._name = name
         self._scaler = scaler
@@ -209,11 +207,11 @@ class OptimizerStepper(Stepper):
         if gradients.weight is not None:
             scale = gradients.carried(scale)
         if scaler is None:
-            how = StepNumbers(self._state, scale, divisor, skips=False, shards=self._shards)
+            how = StepNumbers(self._state, scale, divisor, skips=False)
         else:
             closing, loss = self._closing(None if optimizer.reads_scale else loss)
             origin, sticky = binding.blame.origin, scaler.sticky
-            how = StepNumbers(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
+            how = StepNumbers(self._state, scale, divisor, True, origin, sticky, closing, loss)
         statistics = step_fused(optimizer, how, clip, gradients=values, copies=binding.copies, flags=flags)
         binding.looked = None if statistics is None else Looked(statistics)
 
@@ -255,7 +253,7 @@ class OptimizerStepper(Stepper):
         values = binding.own([values_of(target.grad) for target in targets])
         self._finish(binding, targets, values, self._one, 1.0, None, loss)
         if clip is not None:
-            clip_gradients(binding.optimizer, clip, self._shards)
+            clip_gradients(binding.optimizer, clip)
 
     def _finish(
         self,
@@ -269,14 +267,14 @@ class OptimizerStepper(Stepper):
     ) -> None:
         """Statistics of the gradients of ``targets``, and what they mean for the step."""
         scaler = self._scaler
-        statistics = ops.gradient_statistics(sources, scale, divisor)
-        if self._shards is not None:
-            statistics = add_up(self._shards, statistics)
+        shared = binding.shared(targets)
+        statistics = ops.gradient_statistics(sources, scale, divisor, shared=shared)
         closing, loss = self._closing(loss)
         origin, sticky = binding.blame.origin, scaler is not None and scaler.sticky
-        how = StepNumbers(self._state, scale, divisor, True, self._shards, origin, sticky, closing, loss)
+        how = StepNumbers(self._state, scale, divisor, True, origin, sticky, closing, loss)
         how.finish(statistics, max_norm)
-        binding.looked = Looked(statistics, (targets, [source.numel() for source in sources]))
+        sizes = [source.numel() for source in sources] if shared is None else [1] * len(sources)
+        binding.looked = Looked(statistics, (targets, sizes))
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
@@ -286,7 +284,7 @@ class OptimizerStepper(Stepper):
         assert binding.found_inf is not None
         if clip is None or self._plain:
             if clip is not None:
-                clip_gradients(binding.optimizer, clip, self._shards)
+                clip_gradients(binding.optimizer, clip)
             return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
         values = binding.own([values_of(target.grad) for target in targets])

@@ -39,7 +39,6 @@ class Verdicts:
         self._strategy = Strategy()
         self._bindings: Sequence[Binding] = ()
         self._numbers_each = 1
-        self._knows_parameters = True
         self._first: tuple[int, Tensor | None] | None = None
 
     @property
@@ -71,7 +70,6 @@ class Verdicts:
     def follow(self, module: nn.Module, strategy: Strategy, bindings: Sequence[Binding], numbers_each: int) -> None:
         """Takes note of whose gradients are judged; the statistics of each binding have so many numbers of their own."""
         self._module, self._strategy, self._bindings, self._numbers_each = module, strategy, bindings, numbers_each
-        self._knows_parameters = type(strategy).reduce_statistics is Strategy.reduce_statistics
         self._first = None
 
     def leave(self) -> None:
@@ -128,7 +126,7 @@ class Verdicts:
         if self._first is not None and self._first[0] == overflow.window:
             return
         first = None
-        if self._bindings and self._knows_parameters and overflow.chunk >= 0:
+        if self._bindings and overflow.chunk >= 0:
             number, index = divmod(overflow.chunk, self._numbers_each)
             first = self._bindings[number].blame.target(index, self.scaler.slot_of(overflow))
         self._first = overflow.window, first
@@ -137,8 +135,7 @@ class Verdicts:
         """Returns what backward filled with non-finite gradients: the first of that overflow, then the last window's."""
         self._look_at(overflow)
         found = [self._first[1]] if self._first is not None and self._first[1] is not None else []
-        if self._knows_parameters:
-            found += [target for binding in self._bindings for target in binding.blame.last_targets()]
+        found += [target for binding in self._bindings for target in binding.blame.last_targets()]
         holders = {
             id(target): holder
             for binding in self._bindings

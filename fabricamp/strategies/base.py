@@ -52,6 +52,8 @@ class ShardPlan:
 
     compute_dtype: torch.dtype | None = None
     """None: the parameters' own."""
+    stored_dtype: torch.dtype | None = None
+    """What trained parameters are cast to before they are sharded; None: they stay what they are, masters at O2 and O5."""
     kept: Collection[nn.Module] = ()
     """Modules whose own parameters are gathered as they are."""
     filled_later: bool = False
@@ -202,6 +204,9 @@ class Strategy(NamesKeywords):
     def share_buffers(self, module: nn.Module) -> None:
         """Gives every rank the buffers that a checkpoint would have, before a validation: it judges what is saved."""
 
+    def settle_module(self, module: nn.Module) -> None:
+        """Leaves ``module`` with the parameters that optimizers update, and with no copy of them: before these are written."""
+
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
@@ -247,9 +252,6 @@ class Strategy(NamesKeywords):
         backward left local: its sums, or each ``.grad`` (manual optimization, and strategies that ask for them).
         """
         return IN_PLACE if memory is None else memory.local()
-
-    def reduce_statistics(self, statistics: Tensor) -> None:
-        """Sums gradient statistics over ranks that each hold a part of the gradients; nothing to do elsewhere."""
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.

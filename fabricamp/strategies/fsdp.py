@@ -7,7 +7,6 @@ import gc
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
@@ -80,8 +79,8 @@ class FSDP(ProcessGroupStrategy):
         self._steps: dict[str, Any] = {}
         self._module: nn.Module | None = None
         self._trained: dict[str, bool] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._mesh: Any = None
-        self._sharing: dist.ProcessGroup | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
@@ -92,6 +91,7 @@ class FSDP(ProcessGroupStrategy):
         units = units_of(module, self.units)
         self._undo, self._module = Undo(module), module
         self._trained = {name: one.requires_grad for name, one in module.named_parameters()}
+        self._dtypes = {name: one.dtype for name, one in module.named_parameters()}
         for _, one in of_classes(module, self.activation_checkpointing, "activation_checkpointing"):
             checkpoint_activations(one)  # before the hooks that gather
         missing = self.broadcast([name for name, one in _tensors_of(module) if one.is_meta])
@@ -100,12 +100,14 @@ class FSDP(ProcessGroupStrategy):
         if together:
             first.give(module.modules())  # in host memory
         exchange = Exchange(1, DEFAULT_BUCKET_MB)
-        sizes, kinds = [one.size for one in units], described(units)
+        sizes, kinds = [], described(units)
         self._mesh = self._mesh_of_ranks()
         for unit in units:
             modules = own_modules(unit, units)
             first.give(modules)
             self._share(modules, exchange)
+            self._cast(modules, plan)
+            sizes.append(unit.size)
             self._shard(unit, modules, plan, is_root=unit is units[-1])
         unfilled = self.broadcast(first.unfilled)
         if unfilled and not plan.filled_later:
@@ -128,12 +130,16 @@ class FSDP(ProcessGroupStrategy):
                 vars(module)[name] = before
         self._steps = {}
         _reshard(module)
+        # As precisions give a module back: not narrower than it came, nor than it was trained.
+        dtypes = {
+            id(one): torch.promote_types(one.dtype, self._dtypes[name]) for name, one in module.named_parameters()
+        }
 
         def plain(parameter: Any) -> Tensor:
-            full = parameter.detach().to(self.device).full_tensor() if whole else None
+            full, dtype = parameter.detach().to(self.device).full_tensor() if whole else None, dtypes[id(parameter)]
             if full is None or self.rank != 0:
-                return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            return cast("Tensor", full).cpu()
+                return torch.empty(parameter.shape, dtype=dtype, device="meta")
+            return cast("Tensor", full).to("cpu", dtype)
 
         replace_shards(module, plain)
         undo.undo()
@@ -146,6 +152,10 @@ class FSDP(ProcessGroupStrategy):
     def share_module(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers; parameters are sharded already."""
         self.share_buffers(module)
+
+    def settle_module(self, module: nn.Module) -> None:
+        """Frees what a forward without a backward has left gathered in the place of the parts."""
+        _reshard(module)
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
@@ -176,13 +186,6 @@ class FSDP(ProcessGroupStrategy):
         """Returns that nothing is captured."""
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
 
-    def reduce_statistics(self, statistics: Tensor) -> None:
-        """Sums gradient statistics over the ranks that share a copy, each of which has them of its part."""
-        travelling = statistics.to(self._transport_device(statistics))
-        dist.all_reduce(travelling, group=self._sharing)
-        if travelling is not statistics:
-            statistics.copy_(travelling)
-
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
         self._undo = self._module = None
@@ -191,7 +194,7 @@ class FSDP(ProcessGroupStrategy):
         gc.collect()
         if self._mesh is not None:
             vars(self._mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
-        self._mesh = self._sharing = None
+        self._mesh = None
         super().teardown()
 
     def _check_new(self, module: nn.Module) -> None:
@@ -222,9 +225,7 @@ class FSDP(ProcessGroupStrategy):
         if self.replicate == 1:
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
         sizes = (self.replicate, self.world_size // self.replicate)
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
-        self._sharing = mesh.get_group("shard")
-        return mesh
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
     def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
         """Gives every rank rank 0's values of what these modules own, on the device."""
@@ -234,13 +235,24 @@ class FSDP(ProcessGroupStrategy):
         if own and self.world_size > 1:
             exchange.broadcast([one.detach() for one in own.values()])
 
+    def _cast(self, modules: Sequence[nn.Module], plan: ShardPlan) -> None:
+        """Brings what is trained of these modules' own to the dtype that it is stored in; what is frozen stays exact."""
+        if plan.stored_dtype is None:
+            return
+        kept = {id(one) for module in plan.kept for one in module.parameters(recurse=False)}
+        for module in modules:
+            for one in module.parameters(recurse=False):
+                narrow = one.is_floating_point() and one.dtype != torch.float64
+                if one.requires_grad and narrow and id(one) not in kept:
+                    one.data = one.data.to(plan.stored_dtype)
+
     def _shard(self, unit: Unit, modules: Sequence[nn.Module], plan: ShardPlan, *, is_root: bool) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         place = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         half = MixedPrecisionPolicy(
             param_dtype=plan.compute_dtype,
-            reduce_dtype=None if plan.compute_dtype is None else torch.float32,
+            reduce_dtype=plan.compute_dtype and torch.promote_types(plan.compute_dtype, torch.float32),
             cast_forward_inputs=False,  # precision does, where it has to be done
         )
         full = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -13,157 +13,53 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from fabricamp import Callback, TrainingModule, seed_everything
+from fabricamp import Callback, seed_everything
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
 from fabricamp.strategies import FSDP
 from fabricamp.strategies.first_values import leave_meta
 from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
+from tests.distributed.sharded import Cell, Net, fitted, flat, sharding
 from tests.small import loader, quiet_trainer
 
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
-    "torch's fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, fused=True),
-    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.01, eps=1e-3, weight_decay=0.01),
-    "FusedSGD": lambda parameters: FusedSGD(parameters, lr=0.1, momentum=0.9),
-    "FusedAdagrad": lambda parameters: FusedAdagrad(parameters, lr=0.05),
-    "FusedLion": lambda parameters: FusedLion(parameters, lr=1e-3),
-}
 # level, optimizer, micro-batches a step, clip, reshard_after_forward, units (or offload): every pair of two neighbours somewhere.
 CELLS = [
-    ("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
-    ("O0", "adamw", 3, None, False, "auto"),
-    ("O0", "FusedAdam", 1, ("value", 0.02), "zero2", "blocks"),
-    ("O0", "FusedAdagrad", 3, ("norm", 0.5), "zero3", "blocks"),
-    ("O0", "torch's fused adamw", 1, ("norm", 0.5), False, "blocks"),
-    ("O1", "FusedAdam", 3, ("norm", 0.5), True, "auto"),
-    ("O1", "torch's fused adamw", 1, ("value", 0.02), True, "blocks"),
-    ("O1", "adamw", 3, ("norm", 0.5), False, "blocks"),
-    ("O4", "FusedSGD", 1, ("norm", 0.5), False, "auto"),
-    ("O4", "sgd", 3, None, True, "blocks"),
-    ("O2", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
-    ("O2", "adamw", 1, ("value", 0.02), False, "auto"),
-    ("O5", "FusedLion", 1, None, True, "auto"),
-    ("O5", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
-    ("O0", "sgd", 1, ("norm", 0.5), False, "offload"),
-    ("O4", "torch's fused adamw", 1, ("value", 0.02), True, "offload"),
-    ("O5", "FusedAdam", 3, ("norm", 0.5), True, "offload"),
+    Cell("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
+    Cell("O0", "adamw", 3, None, False, "auto"),
+    Cell("O0", "FusedAdam", 1, ("value", 0.02), "zero2", "blocks"),
+    Cell("O0", "FusedAdagrad", 3, ("norm", 0.5), "zero3", "blocks"),
+    Cell("O0", "torch's fused adamw", 1, ("norm", 0.5), False, "blocks"),
+    Cell("O1", "FusedAdam", 3, ("norm", 0.5), True, "auto"),
+    Cell("O1", "torch's fused adamw", 1, ("value", 0.02), True, "blocks"),
+    Cell("O1", "adamw", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O4", "FusedSGD", 1, ("norm", 0.5), False, "auto"),
+    Cell("O4", "sgd", 3, None, True, "blocks"),
+    Cell("O2", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O2", "adamw", 1, ("value", 0.02), False, "auto"),
+    Cell("O5", "FusedLion", 1, None, True, "auto"),
+    Cell("O5", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O0", "FusedLAMB", 3, ("value", 0.02), True, "blocks"),
+    Cell("O0", "FusedNovoGrad", 1, ("norm", 0.5), False, "auto"),
+    Cell("O0", "LARC", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O1", "FusedNovoGrad", 3, ("value", 0.02), True, "auto"),
+    Cell("O2", "FusedLAMB", 1, ("norm", 0.5), False, "blocks"),
+    Cell("O5", "LARC", 3, None, True, "auto"),
+    Cell("O3", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O3", "FusedLAMB", 1, None, False, "auto"),
+    Cell("bf16-true", "sgd", 1, ("value", 0.02), True, "blocks"),
+    Cell("64-true", "FusedSGD", 3, ("norm", 0.5), False, "auto"),
+    Cell("O0", "sgd", 1, ("norm", 0.5), False, "offload"),
+    Cell("O4", "torch's fused adamw", 1, ("value", 0.02), True, "offload"),
+    Cell("O5", "FusedLAMB", 3, ("norm", 0.5), True, "offload"),
 ]
 # They are cut within a window where there are three micro-batches to a step.
-RESUMED = [CELLS[0], CELLS[3], CELLS[5], CELLS[6], CELLS[8], CELLS[10], CELLS[13], CELLS[16]]
-
-
-class Block(torch.nn.Module):
-    """33 rows: over 2 and 4 ranks parts differ in size, and some ranks have nothing of a bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(16)
-        self.up = torch.nn.Linear(16, 33)
-        self.down = torch.nn.Linear(33, 16)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(TrainingModule):
-    """Repeated blocks, and parameters outside of them: one of a single number, one tied to another."""
-
-    def __init__(self, optimizer="sgd", *, meta=False):
-        super().__init__()
-        self.optimizer = optimizer
-        self.meta = meta
-        self.rates = None
-        if not meta:
-            self.build()
-
-    def build(self):
-        self.first = torch.nn.Linear(8, 16)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
-        self.head = torch.nn.Linear(16, 3)
-        self.mirror = torch.nn.Linear(16, 3, bias=False)
-        self.mirror.weight = self.head.weight
-        self.scale = torch.nn.Parameter(torch.ones(1, device=self.head.weight.device))
-
-    def init_weights(self):
-        """Of the whole, as many networks have it: the units' too."""
-        torch.nn.init.constant_(self.scale, 0.5)
-        for block in self.blocks:
-            torch.nn.init.normal_(block.down.weight, std=0.01)
-
-    def configure_model(self):
-        if self.meta and not hasattr(self, "first"):
-            with torch.device("meta"):
-                self.build()
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) + self.scale * self.mirror(x)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self(x), y), sync_dist=True)
-
-    def predict_step(self, batch, batch_idx):
-        return self(batch[0])
-
-    def configure_optimizers(self):
-        return OPTIMIZERS[self.optimizer](self.parameters())
-
-
-class SaveAt(Callback):
-    def __init__(self, path, batches):
-        self.path, self.batches = str(path), batches
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.state.batches_done == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
-def flat(module):
-    return torch.cat([value.flatten().double() for value in module.state_dict().values()])
+RESUMED = [CELLS[index] for index in (0, 3, 5, 8, 10, 13, 14, 17, 20, 26)]
 
 
 def first_weights(cell):
     seed_everything(5, verbose=False)
-    return flat(Net(cell[1]))
-
-
-def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
-    """The weights after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
-    level, optimizer, accumulate, clip, _, _ = cell
-    seed_everything(5, verbose=False)
-    module = Net(optimizer)
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices="auto",
-        precision=level,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip and clip[1],
-        gradient_clip_algorithm=clip[0] if clip else "norm",
-        num_sanity_val_steps=1,
-        callbacks=[] if save is None else [SaveAt(save, 5)],
-    )
-    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
-    assert type(module) is Net
-    return None if trainer.global_rank else (flat(module), float(trainer.callback_metrics["val_loss"]))
-
-
-def sharding(cell):
-    units = [Block] if cell[5] == "blocks" else "auto"
-    return FSDP(units, reshard_after_forward=cell[4], offload=cell[5] == "offload")
+    return flat(Net(cell.optimizer))
 
 
 def folder_of(folder, cell):
@@ -361,27 +257,27 @@ def ranks(folder):
     fitted(CELLS[0], "single", 8, save=folder / "single.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, folder, timeout=250.0)
+        return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_two_ranks_train_what_one_process_trains_on_the_joined_batch(cell, ranks, alone):
     before = first_weights(cell)
     (together, value), (single, single_value) = ranks[0]["straight"][cell], alone(cell)
     moved = (single - before).norm()
     assert moved > 0.05
     apart = (together - single).norm() / moved
-    if cell[0] == "O0":
+    if cell.level == "O0":
         assert apart < 1e-6
         assert value == pytest.approx(single_value, rel=1e-5)
         return
     # Sums of half gradients are rounded in another order: neither is nearer to what fp32 gives.
-    exact, _ = alone(("O0", *cell[1:]))
+    exact, _ = alone(cell._replace(level="O0"))
     own, others = (together - exact).norm() / moved, (single - exact).norm() / moved
     assert own < 2 * others + 1e-3, (float(own), float(others))
 
 
-@pytest.mark.parametrize("cell", RESUMED, ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", RESUMED, ids=str)
 def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
     assert torch.equal(ranks[0]["straight"][cell][0], ranks[0]["resumed"][cell][0])
 
@@ -409,7 +305,7 @@ def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder, alone)
     assert torch.equal(found[4].pop("resumed")[0], copies[CELLS[4]])
     for number, cells in found.items():
         for cell, (weights, _) in cells.items():
-            straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell[0] == "O0" else 2e-3
+            straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell.level == "O0" else 2e-3
             assert (weights - straight).abs().max() < limit, (number, cell)
     without_sharding, _ = fitted(RESUMED[1], "single", 8, ckpt_path=folder_of(folder, RESUMED[1]))
     assert (without_sharding - ranks[0]["straight"][RESUMED[1]][0]).abs().max() < 1e-6

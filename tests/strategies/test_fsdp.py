@@ -12,17 +12,15 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import (
-    EMA,
     AmpState,
     DivergenceCheck,
     GradientMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from fabricamp.engine.open_window import at_offset
 from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
-from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import OptLevel
 from fabricamp.strategies import FSDP
 from fabricamp.strategies.units import described, units_of
@@ -143,14 +141,6 @@ class Sharded(Classifier):
         fully_shard(self.net)
 
 
-def with_optimizer(build):
-    class Other(Classifier):
-        def configure_optimizers(self):
-            return build(self.parameters())
-
-    return Other
-
-
 class Unfreezing(Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         pl_module.net[0].bias.requires_grad_(trainer.current_epoch == 0)
@@ -160,8 +150,6 @@ class Unfreezing(Callback):
     ("module", "options", "words"),
     [
         (Classifier, {"callbacks": AmpState()}, "AmpState with strategy='fsdp' is not offered"),
-        (Classifier, {"callbacks": EMA(0.9)}, "EMA with strategy='fsdp' is not offered"),
-        (Classifier, {"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging with strategy='fsdp'"),
         (
             Classifier,
             {"callbacks": GradientMonitor(histograms=True), "logger": TensorBoardLogger(".")},
@@ -171,8 +159,6 @@ class Unfreezing(Callback):
         (Classifier, {"callbacks": DivergenceCheck()}, "DivergenceCheck with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
         (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias got another requires_grad since the run began"),
-        (Classifier, {"sync_batchnorm": True}, "sync_batchnorm=True with strategy='fsdp' is not offered"),
-        (Classifier, {"precision": "64-true"}, "precision 'O3' with a strategy that shards is not offered"),
         (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks that share a copy, 1"),
         (Classifier, {"strategy": FSDP(activation_checkpointing=[nn.Conv2d])}, r"g=\[Conv2d\]\): Classifier has no"),
@@ -182,9 +168,6 @@ class Unfreezing(Callback):
         (Manual, {}, "automatic_optimization=False is not offered"),
         (Unfilled, {}, "scale, table of Unfilled were built on the meta device, and no module gives them values"),
         (Sharded, {}, "Sharded is sharded already"),
-        (with_optimizer(FusedLAMB), {}, "FusedLAMB got parameter 0 .* as a shard, and its update takes norms"),
-        (with_optimizer(FusedNovoGrad), {}, "FusedNovoGrad got parameter 0"),
-        (with_optimizer(lambda given: LARC(FusedSGD(given, lr=0.1))), {}, "LARC got parameter 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_the_first_batch(module, options, words, tmp_path):

@@ -13,7 +13,7 @@ from fabricamp.checkpoint import read_checkpoint
 from fabricamp.strategies import FSDP
 from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_fsdp import Block, Net, SaveAt, flat
+from tests.distributed.sharded import Block, Cell, Net, fitted, flat, sharding
 from tests.small import loader, quiet_trainer
 
 TOTAL = "grad_2.0_norm_total"
@@ -23,46 +23,33 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-# level, optimizer, micro-batches a step, clip, reshard_after_forward (or offload)
+# level, optimizer, micro-batches a step, clip, reshard_after_forward, units
 CELLS = [
-    ("O0", "FusedAdam", 1, ("norm", 0.5), True),
-    ("O0", "torch's fused adamw", 3, ("norm", 0.5), False),
-    ("O0", "FusedAdagrad", 1, ("value", 0.02), True),
-    ("O1", "FusedAdam", 3, ("norm", 0.5), True),
-    ("O1", "torch's fused adamw", 1, None, False),
-    ("O2", "FusedAdam", 1, ("norm", 0.5), False),
-    ("O2", "adamw", 3, ("value", 0.02), True),
-    ("O4", "FusedLion", 1, ("norm", 0.5), True),
-    ("O5", "FusedSGD", 3, ("norm", 0.5), False),
-    ("O0", "adamw", 1, ("norm", 0.5), "offload"),
-    ("O4", "torch's fused adamw", 3, ("value", 0.02), "offload"),
-    ("O5", "FusedAdam", 1, ("norm", 0.5), "offload"),
+    Cell("O0", "FusedAdam", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O0", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O0", "FusedAdagrad", 1, ("value", 0.02), True, "blocks"),
+    Cell("O1", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O1", "torch's fused adamw", 1, None, False, "blocks"),
+    Cell("O2", "FusedAdam", 1, ("norm", 0.5), False, "blocks"),
+    Cell("O2", "adamw", 3, ("value", 0.02), True, "blocks"),
+    Cell("O4", "FusedLion", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O5", "FusedSGD", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O0", "FusedLAMB", 3, ("value", 0.02), True, "blocks"),
+    Cell("O1", "FusedNovoGrad", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O5", "LARC", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O2", "FusedLAMB", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O3", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O3", "FusedNovoGrad", 1, None, False, "blocks"),
+    Cell("O0", "adamw", 1, ("norm", 0.5), True, "offload"),
+    Cell("O4", "torch's fused adamw", 3, ("value", 0.02), True, "offload"),
+    Cell("O5", "FusedLAMB", 1, ("norm", 0.5), True, "offload"),
 ]
 
 
-def sharding(cell):
-    offload = cell[4] == "offload"
-    return FSDP([Block], reshard_after_forward=offload or cell[4], offload=offload)
-
-
-def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None):
-    level, optimizer, accumulate, clip, _ = cell
-    seed_everything(5, verbose=False)
-    module = Net(optimizer)
-    trainer = quiet_trainer(
-        accelerator="gpu",
-        devices=1 if strategy == "single" else "auto",
-        strategy=strategy,
-        precision=level,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip and clip[1],
-        gradient_clip_algorithm=clip[0] if clip else "norm",
-        num_sanity_val_steps=1,
-        callbacks=[] if save is None else [SaveAt(save, 5)],
-    )
-    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
-    return None if trainer.global_rank else flat(module).cpu()
+def on_gpus(cell, strategy, batch_size, **options):
+    """The weights after a fit, on rank 0."""
+    found = fitted(cell, strategy, batch_size, accelerator="gpu", **options)
+    return found and found[0]
 
 
 def on_two_gpus(folder):
@@ -70,8 +57,8 @@ def on_two_gpus(folder):
     found = {"straight": {}, "resumed": {}}
     for number, cell in enumerate(CELLS):
         path = folder / f"{number}.ckpt"
-        found["straight"][cell] = fitted(cell, sharding(cell), 4, save=path)
-        found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=path)
+        found["straight"][cell] = on_gpus(cell, sharding(cell), 4, save=path)
+        found["resumed"][cell] = on_gpus(cell, sharding(cell), 4, ckpt_path=path)
     found["places"] = places()
     found["beside"] = beside(folder / "beside")
     found["waits"] = waits()
@@ -139,23 +126,23 @@ def ranks(folder):
     return run_ranks(on_two_gpus, 2, folder, backend=None, start_method="spawn", timeout=400.0)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_two_gpus_train_what_one_trains_on_the_joined_batch(cell, ranks):
     seed_everything(5, verbose=False)
-    before, together = flat(Net(cell[1])), ranks[0]["straight"][cell]
-    alone, exact = fitted(cell, "single", 8), fitted(("O0", *cell[1:]), "single", 8)
+    before, together = flat(Net(cell.optimizer)), ranks[0]["straight"][cell]
+    alone, exact = on_gpus(cell, "single", 8), on_gpus(cell._replace(level="O0"), "single", 8)
     moved = (exact - before).norm()
     own, others = (together - exact).norm() / moved, (alone - exact).norm() / moved
-    assert own < (1e-4 if cell[0] == "O0" else 2 * others + 1e-3), (float(own), float(others))
+    assert own < (1e-4 if cell.level == "O0" else 2 * others + 1e-3), (float(own), float(others))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
     assert torch.equal(ranks[0]["straight"][cell], ranks[0]["resumed"][cell])
 
 
 def test_a_folder_of_two_gpus_goes_on_with_one_and_is_read_without(ranks, folder):
-    gone_on = fitted(CELLS[0], "single", 8, ckpt_path=folder / "0.ckpt")
+    gone_on = on_gpus(CELLS[0], "single", 8, ckpt_path=folder / "0.ckpt")
     assert (gone_on - ranks[0]["straight"][CELLS[0]]).abs().max() < 1e-4
     assert read_checkpoint(folder / "0.ckpt")["state_dict"]["blocks.0.up.weight"].device.type == "cpu"
 

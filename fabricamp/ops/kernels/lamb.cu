@@ -145,11 +145,13 @@ moments(Table table, const StepState* state, double limit, int64 skips, const do
 }
 
 // One block a row: ratios[row] = lr, times the norm of the parameter over that of its direction where the group adapts.
+// `whole` has the sums of rows whose parts several ranks have, two a row; else it is null.
 extern "C" __global__ void __launch_bounds__(512)
-trust_ratios(Table table, const StepState* state, int64 skips, const double* numbers, double* ratios) {
+trust_ratios(Table table, const StepState* state, int64 skips, const double* numbers, const double* whole, double* ratios) {
   Chunk chunk;
   if (skipped(state, skips) || !locate_row(table, blockIdx.x, chunk)) return;
-  Span span = chunks_of(table, chunk.row);
+  Span span = whole ? Span{chunk.row, chunk.row + 1} : chunks_of(table, chunk.row);
+  if (whole) numbers = whole;
   double of_parameter = sum_of(span, numbers, 2), of_direction = sum_of(span, numbers + 1, 2);
   if (threadIdx.x != 0) return;
   bool adapts = chunk.scalars[ADAPTS] != 0 && of_parameter != 0 && of_direction != 0;

@@ -52,11 +52,13 @@ extern "C" __global__ void __launch_bounds__(512) sums(Table table, const StepSt
 }
 
 // One block a row: what its gradients are multiplied by, and how much of the parameter is added before.
+// `whole` has the sums of rows whose parts several ranks have, two a row; else it is null.
 extern "C" __global__ void __launch_bounds__(512)
-rates(Table table, const StepState* state, const double* numbers, double* results) {
+rates(Table table, const StepState* state, const double* numbers, const double* whole, double* results) {
   Chunk chunk;
   if (skipped(state, 1) || !locate_row(table, blockIdx.x, chunk)) return;
-  Span span = chunks_of(table, chunk.row);
+  Span span = whole ? Span{chunk.row, chunk.row + 1} : chunks_of(table, chunk.row);
+  if (whole) numbers = whole;
   double of_gradient = sqrt(sum_of(span, numbers, 2)), of_parameter = sqrt(sum_of(span, numbers + 1, 2));
   if (threadIdx.x != 0) return;
   const double* s = chunk.scalars;

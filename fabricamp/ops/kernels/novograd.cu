@@ -71,12 +71,26 @@ gradient_sizes(Table table, const StepState* state, double limit, int64 skips, d
   if (threadIdx.x == 0) numbers[blockIdx.x] = size;
 }
 
-__device__ __forceinline__ double norm_of(const Table& table, const Chunk& chunk, const double* numbers) {
+// The sum of squares of a row's gradients, or the largest of them.
+__device__ __forceinline__ double size_in(const Table& table, const Chunk& chunk, const double* numbers) {
   Span span = chunks_of(table, chunk.row);
-  if (chunk.scalars[LARGEST] == 0) return sqrt(sum_of(span, numbers, 1));
+  if (chunk.scalars[LARGEST] == 0) return sum_of(span, numbers, 1);
   double largest = 0;
   for (int64 i = span.first + threadIdx.x; i < span.last; i += blockDim.x) largest = larger(largest, numbers[i]);
   return block_max(largest);
+}
+
+// One block a row, for rows whose parts several ranks have: in `sums` the sum of squares, or nan where the largest is nan;
+// in `largest` that.
+extern "C" __global__ void __launch_bounds__(512)
+row_sizes(Table table, const StepState* state, int64 skips, const double* numbers, double* sums, double* largest) {
+  Chunk chunk;
+  bool found = !skipped(state, skips) && locate_row(table, blockIdx.x, chunk);
+  double size = found ? size_in(table, chunk, numbers) : 0;
+  if (threadIdx.x != 0) return;
+  bool takes_largest = found && chunk.scalars[LARGEST] != 0;
+  sums[blockIdx.x] = takes_largest && size == size ? 0 : size;  // a maximum over ranks may lose a nan, a sum does not
+  largest[blockIdx.x] = takes_largest ? size : 0;
 }
 
 template <typename G, typename P, typename... Others>
@@ -92,13 +106,18 @@ __device__ __forceinline__ void blend(const Table& table, const Chunk& chunk, do
   *step += 1.f;
 }
 
-// One block a row: takes the gradient's norm into its average, and counts the step.
+// One block a row: takes the gradient's norm into its average, and counts the step.  `sums` and `largest` are those of whole
+// rows where several ranks have parts of them, else null.
 extern "C" __global__ void __launch_bounds__(512)
-average_norms(Table table, const StepState* state, int64 skips, const double* numbers) {
+average_norms(Table table, const StepState* state, int64 skips, const double* numbers, const double* sums,
+              const double* largest) {
   Chunk chunk;
   if (skipped(state, skips) || !locate_row(table, blockIdx.x, chunk)) return;
-  double norm = norm_of(table, chunk, numbers);
+  bool takes_largest = chunk.scalars[LARGEST] != 0;
+  double norm = !sums ? size_in(table, chunk, numbers)
+                      : takes_largest ? sums[chunk.row] + largest[chunk.row] : sums[chunk.row];
   if (threadIdx.x != 0) return;
+  if (!takes_largest) norm = sqrt(norm);
   switch (chunk.kind) {
 #define KIND(index, ...) case index: blend<__VA_ARGS__>(table, chunk, norm); break;
     KINDS

@@ -1,6 +1,7 @@
 // Sums of squares: norm and overflow check in one pass, since a value that is not finite makes its chunk's sum so.
 // ops: gradient_statistics, l2norm
 #include "common.cuh"
+#include "rows.cuh"
 
 #ifndef KINDS  // rows that most runs have
 #define KINDS KIND(0, float) KIND(1, __half)
@@ -56,4 +57,22 @@ extern "C" __global__ void __launch_bounds__(512) norms(Table table, const float
   if (threadIdx.x != 0) return;
   if (all) *total = (float)sqrt(sum);
   else each[blockIdx.x] = (float)sqrt(sum);
+}
+
+// One block a row: sums[row] = the sum of its chunks' partial sums.
+extern "C" __global__ void __launch_bounds__(512) row_squares(Table table, const float* partial, float* sums) {
+  Span span = chunks_of(table, blockIdx.x);
+  double sum = 0;
+  for (int64 i = span.first + threadIdx.x; i < span.last; i += blockDim.x) sum += partial[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) sums[blockIdx.x] = (float)sum;
+}
+
+// One block a row: sums[row * each + i] = the sum of number i of each of its chunks, which have `each` numbers.
+extern "C" __global__ void __launch_bounds__(512) row_sums(Table table, const double* numbers, int64 each, double* sums) {
+  Span span = chunks_of(table, blockIdx.x);
+  for (int64 i = 0; i < each; ++i) {
+    double sum = sum_of(span, numbers + i, (int)each);
+    if (threadIdx.x == 0) sums[(int64)blockIdx.x * each + i] = sum;
+  }
 }

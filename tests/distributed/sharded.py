@@ -1,0 +1,150 @@
+"""Runs of a small network under strategy="fsdp": its cells, fits that end with weights to compare, on CPUs and on GPUs.
+
+from tests.distributed.sharded import Block, Cell, Net, fitted, flat
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from fabricamp import Callback, TrainingModule, seed_everything
+from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
+from fabricamp.strategies import FSDP
+from tests.small import loader, quiet_trainer
+
+__all__ = ["Block", "Cell", "Net", "SaveAt", "fitted", "flat", "sharding"]
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+    "torch's fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, fused=True),
+    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.01, eps=1e-3, weight_decay=0.01),
+    "FusedSGD": lambda parameters: FusedSGD(parameters, lr=0.1, momentum=0.9),
+    "FusedAdagrad": lambda parameters: FusedAdagrad(parameters, lr=0.05),
+    "FusedLion": lambda parameters: FusedLion(parameters, lr=1e-3),
+    "FusedLAMB": lambda parameters: FusedLAMB(parameters, lr=0.05, eps=1e-3),
+    "FusedNovoGrad": lambda parameters: FusedNovoGrad(parameters, lr=0.1, weight_decay=0.01, norm_type=0),
+    "LARC": lambda parameters: LARC(FusedSGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.01)),
+}
+
+
+class Cell(NamedTuple):
+    """One way to train."""
+
+    level: str
+    optimizer: str
+    accumulate: int
+    clip: tuple[str, float] | None
+    reshard: Any
+    units: str
+
+    def __str__(self):
+        return "-".join(map(str, self))
+
+
+class Block(torch.nn.Module):
+    """33 rows: over 2 and 4 ranks parts differ in size, and some ranks have nothing of a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 33)
+        self.down = torch.nn.Linear(33, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(TrainingModule):
+    """Repeated blocks, and parameters outside of them: one of a single number, one tied to another."""
+
+    def __init__(self, optimizer="sgd", *, meta=False):
+        super().__init__()
+        self.optimizer = optimizer
+        self.meta = meta
+        self.rates = None
+        if not meta:
+            self.build()
+
+    def build(self):
+        self.first = torch.nn.Linear(8, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(16, 3)
+        self.mirror = torch.nn.Linear(16, 3, bias=False)
+        self.mirror.weight = self.head.weight
+        self.scale = torch.nn.Parameter(torch.ones(1, device=self.head.weight.device))
+
+    def init_weights(self):
+        """Of the whole, as many networks have it: the units' too."""
+        torch.nn.init.constant_(self.scale, 0.5)
+        for block in self.blocks:
+            torch.nn.init.normal_(block.down.weight, std=0.01)
+
+    def configure_model(self):
+        if self.meta and not hasattr(self, "first"):
+            with torch.device("meta"):
+                self.build()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.scale * self.mirror(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+class SaveAt(Callback):
+    def __init__(self, path, batches):
+        self.path, self.batches = str(path), batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches_done == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def flat(module):
+    return torch.cat([value.flatten().double() for value in module.state_dict().values()]).cpu()
+
+
+def sharding(cell, **options):
+    units = [Block] if cell.units == "blocks" else "auto"
+    return FSDP(units, reshard_after_forward=cell.reshard, offload=cell.units == "offload", **options)
+
+
+def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None, accelerator="cpu", callbacks=()):
+    """The weights after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
+    seed_everything(5, verbose=False)
+    module = Net(cell.optimizer)
+    trainer = quiet_trainer(
+        accelerator=accelerator,
+        devices=1 if strategy == "single" else "auto",
+        strategy=strategy,
+        precision=cell.level,
+        max_epochs=2,
+        accumulate_grad_batches=cell.accumulate,
+        gradient_clip_val=cell.clip and cell.clip[1],
+        gradient_clip_algorithm=cell.clip[0] if cell.clip else "norm",
+        num_sanity_val_steps=1,
+        callbacks=[*callbacks, *([] if save is None else [SaveAt(save, 5)])],
+    )
+    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    assert type(module) is Net
+    return None if trainer.global_rank else (flat(module), float(trainer.callback_metrics["val_loss"]))

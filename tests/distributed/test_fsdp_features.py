@@ -1,0 +1,190 @@
+"""What a run has besides its steps under strategy="fsdp": averages, BatchNorm over ranks, monitors, frozen parameters, blame."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from fabricamp import seed_everything
+from fabricamp.callbacks import EMA, GradientMonitor, LearningRateMonitor, StochasticWeightAveraging
+from fabricamp.errors import NonFiniteError
+from fabricamp.loggers import Logger
+from fabricamp.strategies import FSDP
+from tests.distributed.ranks import run_ranks
+from tests.distributed.sharded import Net, SaveAt, flat
+from tests.small import loader, quiet_trainer
+
+
+class Normed(Net):
+    """BatchNorm before the head, and a schedule."""
+
+    def build(self):
+        super().build()
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x) + self.scale * self.mirror(x)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Frozen(Net):
+    """A block, and one parameter of another unit."""
+
+    def build(self):
+        super().build()
+        self.blocks[1].requires_grad_(False)
+        self.first.bias.requires_grad_(False)
+
+
+class Poisoned(Net):
+    """One parameter has a gradient that is not finite, on rank 1, in the third batch; rank 0 holds it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.scale.sum() * (float("inf") if batch_idx == 2 and self.global_rank == 1 else 0.0)
+
+
+class Memory(Logger):
+    def __init__(self):
+        self.values = {}
+
+    def log_metrics(self, metrics, step):
+        for name, value in metrics.items():
+            self.values[name, step] = value
+
+
+def ended(kind, optimizer, strategy, batch_size, *callbacks, ckpt_path=None, **options):
+    """The weights after a fit, what was logged, and what a validation gave, on rank 0."""
+    seed_everything(5, verbose=False)
+    module, memory = kind(optimizer), Memory()
+    defaults = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 2, "logger": memory}
+    trainer = quiet_trainer(strategy=strategy, devices="auto", callbacks=[*callbacks], **{**defaults, **options})
+    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    assert type(module) is kind
+    assert not any(isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules())
+    return None if trainer.global_rank else (flat(module), memory.values, dict(trainer.callback_metrics))
+
+
+def averaged(strategy, batch_size, path=None):
+    """By optimizer and level: averages of shards, validated within windows, with what a validation gathers kept."""
+    found = {}
+    for optimizer, level in (("FusedAdam", "O0"), ("adamw", "O0"), ("FusedAdam", "O1")):
+        save = () if path is None else (SaveAt(path / f"{optimizer}-{level}.ckpt", 5),)
+        found[optimizer, level] = ended(Net, optimizer, strategy, batch_size, EMA(0.8), *save, precision=level)
+    return found
+
+
+def swa(strategy, batch_size, *callbacks, **options):
+    average = StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
+    defaults = {"max_epochs": 4, "sync_batchnorm": strategy != "single", "val_check_interval": 1.0}
+    return ended(Normed, "sgd", strategy, batch_size, average, *callbacks, **defaults, **options)
+
+
+def monitored(strategy, batch_size):
+    monitors = LearningRateMonitor(), GradientMonitor(per_parameter=True)
+    options = {"sync_batchnorm": strategy != "single", "log_every_n_steps": 1, "val_check_interval": 1.0}
+    return ended(Normed, "FusedAdam", strategy, batch_size, *monitors, **options)
+
+
+def frozen(strategy, batch_size):
+    return {
+        (level, optimizer): ended(Frozen, optimizer, strategy, batch_size, precision=level)
+        for level, optimizer in (("O0", "FusedLAMB"), ("O3", "FusedAdam"), ("O5", "adamw"))
+    }
+
+
+def blamed():
+    found = {}
+    for level, optimizer in (("O0", "FusedAdam"), ("O0", "adamw"), ("O4", "FusedLAMB"), ("O5", "sgd")):
+        with pytest.raises(NonFiniteError) as error:
+            ended(Poisoned, optimizer, "fsdp", 4, precision=level, nan_policy="raise", accumulate_grad_batches=1)
+        found[level, optimizer] = str(error.value)
+    return found
+
+
+def on_two_ranks(folder):
+    gathered = FSDP(reshard_after_forward=False)
+    found = {"averaged": averaged(gathered, 4, folder), "frozen": frozen("fsdp", 4), "monitored": monitored("fsdp", 4)}
+    found["resumed"] = {
+        cell: ended(Net, cell[0], gathered, 4, EMA(0.8), precision=cell[1], ckpt_path=folder / f"{'-'.join(cell)}.ckpt")
+        for cell in found["averaged"]
+    }
+    found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 13))
+    found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
+    found["blamed"] = blamed()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
+
+
+def test_averages_are_those_of_whole_weights_and_go_on(ranks, folder):
+    alone = averaged("single", 8)
+    for cell, (weights, _, metrics) in ranks[0]["averaged"].items():
+        limit = 1e-6 if cell[1] == "O0" else 5e-3
+        assert (weights - alone[cell][0]).abs().max() < limit, cell
+        assert float(metrics["val_loss"]) == pytest.approx(float(alone[cell][2]["val_loss"]), abs=limit)
+        assert torch.equal(weights, ranks[0]["resumed"][cell][0]), cell
+    without, _, _ = ended(Net, "FusedAdam", "single", 8)
+    assert (without - alone["FusedAdam", "O0"][0]).abs().max() > 1e-3
+    # A folder goes on in one process, average and weights.
+    path = folder / "FusedAdam-O0.ckpt"
+    gone_on, _, _ = ended(Net, "FusedAdam", "single", 8, EMA(0.8), ckpt_path=path)
+    assert (gone_on - alone["FusedAdam", "O0"][0]).abs().max() < 1e-6
+
+
+def test_a_mean_of_epochs_and_batch_norm_over_the_ranks_are_those_of_the_joined_batch(ranks):
+    weights, _, _ = swa("single", 8)
+    assert (ranks[0]["swa"][0] - weights).abs().max() < 1e-5
+    assert torch.equal(ranks[0]["swa"][0], ranks[0]["swa resumed"][0])
+
+
+def test_monitors_log_what_one_process_logs(ranks):
+    weights, logged, _ = monitored("single", 8)
+    assert (ranks[0]["monitored"][0] - weights).abs().max() < 1e-5
+    mine = {
+        key: value for key, value in ranks[0]["monitored"][1].items() if "grad" in key[0] or key[0].startswith("lr")
+    }
+    assert len(mine) > 2 * 20
+    assert mine == {key: pytest.approx(logged[key], rel=1e-3, abs=1e-6) for key in mine}
+
+
+def test_frozen_parameters_stay_what_they_are(ranks):
+    alone = frozen("single", 8)
+    before = Frozen("sgd")
+    names = [name for name, one in before.named_parameters() if not one.requires_grad]
+    assert len(names) == 7
+    for cell, (weights, _, _) in ranks[0]["frozen"].items():
+        limit = 1e-6 if cell[0] == "O0" else 2e-2
+        assert (weights - alone[cell][0]).abs().max() < limit, cell
+    seed_everything(5, verbose=False)
+    kept = dict(Frozen("sgd").named_parameters())
+    place = 0
+    for name, value in Frozen("sgd").state_dict().items():
+        own = ranks[0]["frozen"]["O3", "FusedAdam"][0][place : place + value.numel()]
+        place += value.numel()
+        assert name not in names or torch.equal(own, kept[name].detach().double().flatten()), name
+
+
+def test_an_overflow_is_traced_to_its_parameter_on_every_rank(ranks):
+    for one in ranks:
+        for cell, words in one["blamed"].items():
+            assert "the gradients of scale were not finite at step 2" in words, cell
