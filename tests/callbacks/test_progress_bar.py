@@ -1,16 +1,16 @@
 """The progress bar: what stands on the screen in the end, in a terminal and in a file, and what it may cost."""
 
 import copy
+import inspect
 import math
 import os
 import pickle
 import pty
 import re
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from fabricamp.callbacks import _screens, progress_bar
 from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
 from fabricamp.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.forked import start_forked
 
 
 def stand_in(**overrides):
@@ -361,24 +360,17 @@ class Terminal:
 
 def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, **environment):
     """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output."""
-    import inspect
-
     (tmp_path / "test_progress_bar_stand_in.py").write_text(
         "import math\nfrom types import SimpleNamespace\n" + inspect.getsource(stand_in)
     )
     (tmp_path / "script.py").write_text(script)
     leader, follower = pty.openpty()
-    variables = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}}
-    variables |= {
-        "PYTHONPATH": f"{ROOT}:{tmp_path}",
-        "TERM": "xterm-256color",
-        "COLUMNS": "100",
-        "LINES": "30",
-    } | environment
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py"), *arguments],
-        stdin=follower, stdout=follower, stderr=stderr or follower, env=variables,
-    )  # fmt: skip
+    streams = follower, follower if stderr is None else stderr.fileno()
+    variables = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"} | environment
+    with mock.patch.dict(os.environ):
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            os.environ.pop(name, None)
+        process = start_forked(tmp_path, "script.py", *arguments, streams=streams, **variables)
     os.close(follower)
     output = b""
     while True:
@@ -390,7 +382,8 @@ def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, **environm
             break
         output += part
     os.close(leader)
-    assert process.wait(timeout=60) == 0, output.decode()
+    process.communicate(timeout=60)
+    assert process.returncode == 0, output.decode()
     return output.decode()
 
 

@@ -23,26 +23,32 @@ import time
 import traceback
 import warnings
 
+import rich
+
 from tests.distributed.scripts import variables_for
 
 __all__ = ["start_forked"]
 
 
-def start_forked(folder, *command, **variables):
-    """What ``scripts.start`` is for a new interpreter: ``command`` is the script and its arguments."""
-    return Forked(folder, command, variables_for(variables))
+def start_forked(folder, *command, streams=None, **variables):
+    """What ``scripts.start`` is for a new interpreter: ``command`` is the script and its arguments.
+
+    ``streams`` are descriptors of what it prints and of its errors, where these are no pipes that ``communicate`` reads.
+    """
+    return Forked(folder, command, variables_for(variables), streams)
 
 
 class Forked:
     """A forked process with the part of ``subprocess.Popen``'s face that tests use."""
 
-    def __init__(self, folder, command, variables):
+    def __init__(self, folder, command, variables, streams):
         self.args = command
-        pipes = [os.pipe() for _ in range(2)]
+        pipes = [] if streams else [os.pipe() for _ in range(2)]
         self._read = [os.fdopen(read, "rb", buffering=0) for read, _ in pipes]
         self._said = [b"", b""]
+        writes = streams or [write for _, write in pipes]
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_work, args=(folder, command, variables, pipes))
+        self._process = context.Process(target=_work, args=(folder, command, variables, writes, sum(pipes, ())))
         self._process.start()
         self.pid = self._process.pid
         for _, write in pipes:
@@ -84,9 +90,11 @@ class Forked:
         return [text.decode() for text in self._said]
 
 
-def _work(folder, command, variables, pipes):
+def _work(folder, command, variables, streams, inherited):
     gc.freeze()  # garbage of the tests before is not this process's to collect
-    _become_its_own(folder, variables, pipes)
+    _become_its_own(folder, variables, streams)
+    for descriptor in inherited:
+        os.close(descriptor)
     script, *arguments = command
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(folder))
@@ -106,15 +114,13 @@ def _work(folder, command, variables, pipes):
     raise SystemExit(1 if isinstance(ended, Exception) else ended.code if ended else 0)
 
 
-def _become_its_own(folder, variables, pipes):
+def _become_its_own(folder, variables, streams):
     """Session, folder, variables, streams and signals as the shell gives them; nothing of pytest's."""
     os.setsid()
     faulthandler.cancel_dump_traceback_later()
     atexit._clear()
-    for stream, (read, write) in zip((1, 2), pipes, strict=True):
-        os.dup2(write, stream)
-        os.close(read)
-        os.close(write)
+    for number, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, number)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
     logging.getLogger().handlers.clear()
@@ -125,3 +131,4 @@ def _become_its_own(folder, variables, pipes):
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
+    rich.reconfigure()  # its console has looked for colours where pytest's output goes
