@@ -49,7 +49,7 @@ class Net(TrainingModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-def hand_written(net, optimizer, batches_of_epoch, accumulate, clip):
+def hand_written(net, optimizer, batches_of_epoch, accumulate, clip, steps):
     """Loss divided by the number of micro-batches, torch's clip, the remainder of an epoch as a step of its own."""
     step = 0
     for epoch in itertools.count():
@@ -68,7 +68,7 @@ def hand_written(net, optimizer, batches_of_epoch, accumulate, clip):
                     torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
                 step += 1
-                if step == STEPS:
+                if step == steps:
                     return
 
 
@@ -80,7 +80,7 @@ BUFFERS = ["net.1.running_mean", "net.1.running_var"]
 """What torch's wrapper makes rank 0's before a step, delayed_ddp behind it."""
 
 
-def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
+def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1, steps=STEPS):
     seed_everything(7, verbose=False)
     dataset = data(46)
     module = Net(optimizer)
@@ -90,13 +90,13 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
     trainer = quiet_trainer(
         strategy=strategy,
         devices="auto",
-        max_steps=STEPS,
+        max_steps=steps,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         log_every_n_steps=10,
     )
     trainer.fit(module, loader)
-    assert trainer.global_step == STEPS
+    assert trainer.global_step == steps
 
     torch.manual_seed(11)
     net = DistributedDataParallel(twin.net) if world_size > 1 else twin.net
@@ -109,7 +109,7 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1):
         sampler.set_epoch(epoch)
         return shared
 
-    hand_written(net, OPTIMIZERS[optimizer](net.parameters()), batches_of_epoch, accumulate, clip)
+    hand_written(net, OPTIMIZERS[optimizer](net.parameters()), batches_of_epoch, accumulate, clip, steps)
     return differences(module, twin)
 
 
@@ -123,12 +123,9 @@ def test_single(optimizer, accumulate, clip):
     assert both_loops("single", optimizer, accumulate, clip) == []
 
 
-def several_combinations(strategy, combinations, rank_of):
-    rank, world_size = rank_of()
-    return {
-        (optimizer, accumulate, clip): both_loops(strategy, optimizer, accumulate, clip, rank, world_size)
-        for optimizer, accumulate, clip in combinations
-    }
+def several_combinations(strategy, combinations, rank_of, steps):
+    place = rank_of()
+    return {combination: both_loops(strategy, *combination, *place, steps) for combination in combinations}
 
 
 def place():
@@ -143,7 +140,9 @@ def place():
     ],
     ids=["ddp", "delayed_ddp"],
 )
-def test_on_two_ranks(strategy, combinations):
-    first, second = run_ranks(several_combinations, 2, strategy, combinations, place, timeout=240.0)
+@pytest.mark.parametrize("steps", [60, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_on_two_ranks(strategy, combinations, steps):
+    """Ten epochs, or thirty where four micro-batches are a step: what differs shows in the first of them."""
+    first, second = run_ranks(several_combinations, 2, strategy, combinations, place, steps, timeout=240.0)
     assert first == {combination: [] for combination in combinations}
     assert second == {one: BUFFERS if strategy == "delayed_ddp" else [] for one in combinations}
