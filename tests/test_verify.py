@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fabricamp.cli import main
 from fabricamp.engine.verification import digests
+from fabricamp.runs import verify
 from fabricamp.runs.verify import compare
+from tests.distributed.forked import start_forked
 
 SCRIPT = """
 import sys, torch
@@ -36,6 +39,12 @@ print("behind the fit", file=open("behind", "w"))
 """
 
 
+def forked(command, env, stdout, **_):
+    """Runs the script where everything is imported already; that a new interpreter does the same, one of the tests says."""
+    process = start_forked(Path.cwd(), *command[1:], streams=[stdout.fileno()] * 2, **env)
+    process.communicate(timeout=100)
+
+
 @pytest.mark.parametrize(
     ("argument", "code", "said"),
     [
@@ -47,8 +56,10 @@ print("behind the fit", file=open("behind", "w"))
         ),
     ],
 )
-def test_a_script(argument, code, said, capsys):
+def test_a_script(argument, code, said, capsys, monkeypatch):
     Path("train.py").write_text(SCRIPT)
+    if argument == "--weighed":
+        monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=forked, DEVNULL=None, STDOUT=None))
     assert main(["verify", "--batches", "8", "train.py", argument]) == code
     printed = capsys.readouterr().out
     assert [words for words in said if words not in printed] == []
