@@ -22,7 +22,11 @@ from tests.examples.in_process import gpt_losses
 SCRIPT = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
 
 
-@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+LONG = [pytest.param(one, marks=pytest.mark.slow) for one in ("O1", "O3", "O4")]
+"""Levels that the digits example reaches its accuracy at in the short version; half takes its time on a CPU."""
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2", "O5", *LONG])
 def test_learns_as_in_fp32_with_the_fused_optimizer(precision):
     reference, first = gpt_losses("O0", "torch")
     loss, _ = gpt_losses(precision, "fused")
@@ -87,9 +91,10 @@ def cell(output, label):
     return value
 
 
-def test_the_script_learns_in_two_processes_and_reports_once():
+@pytest.mark.parametrize("precision", ["O0", pytest.param("O5", marks=pytest.mark.slow)])
+def test_the_script_learns_in_two_processes_and_reports_once(precision):
     sizes = ("--layers", 2, "--width", 64, "--heads", 2)
-    options = ("--precision", "O5", "--devices", 2, "--strategy", "ddp", "--max-steps", 40, *sizes)
+    options = ("--precision", precision, "--devices", 2, "--strategy", "ddp", "--max-steps", 40, *sizes)
     output, second = run_ranks(run, 2, *options, backend=None)
     assert second == ""
     assert float(cell(output, "test loss").removesuffix(" nats per byte")) < 3.1
