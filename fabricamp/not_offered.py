@@ -77,6 +77,12 @@ _PATHS: Final = {
     "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
     "callbacks.pruning": "callbacks.ModelPruning",
     "callbacks.spike": "callbacks.SpikeDetection",
+    "LightningCLI": "cli.LightningCLI",
+    "cli.ArgsType": "cli.LightningCLI",
+    "cli.LRSchedulerCallable": "cli.LightningCLI",
+    "cli.OptimizerCallable": "cli.LightningCLI",
+    "cli.ReduceLROnPlateau": "cli.LightningCLI",
+    "cli.instantiate_class": "cli.LightningCLI",
     "profilers.advanced": "profilers.AdvancedProfiler",
     "profilers.xla": "profilers.XLAProfiler",
     "loggers.neptune": "loggers.NeptuneLogger",
@@ -86,6 +92,7 @@ _PATHS: Final = {
     "strategies.parallel": "strategies.ParallelStrategy",
     "strategies.single_xla": "strategies.SingleDeviceXLAStrategy",
     "strategies.xla": "strategies.XLAStrategy",
+    "utilities.cli": "cli.LightningCLI",
     "utilities.parameter_tying": "utilities.find_shared_parameters",
 }
 """Lightning's paths to what is not offered."""

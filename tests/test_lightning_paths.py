@@ -119,6 +119,8 @@ def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog, 
         ("from fabricamp.callbacks import SpikeDetection", "nan_policy"),
         ("from fabricamp.callbacks.spike import SpikeDetection", "nan_policy"),
         ("from fabricamp.cli import LightningCLI", "fabricamp fit"),
+        ("from fabricamp.cli import ArgsType, LightningCLI", "fabricamp fit"),
+        ("from fabricamp.utilities.cli import LightningCLI", "fabricamp fit"),
         ("from fabricamp.strategies import FSDPStrategy", "strategy='fsdp'"),
     ],
 )
@@ -132,6 +134,8 @@ def test_asking_for_what_is_not_offered_raises_nothing():
     assert not hasattr(fabricamp.callbacks, "SpikeDetection")
     with pytest.raises(AttributeError, match="nan_policy"):
         _ = fabricamp.callbacks.SpikeDetection
+    with pytest.raises(AttributeError, match="fabricamp fit config.yaml"):
+        _ = fabricamp.LightningCLI
     with pytest.raises(AttributeError, match="did you mean 'ModelCheckpoint'"):
         _ = fabricamp.callbacks.ModelChekpoint
 
