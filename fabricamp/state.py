@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-INTERRUPTIONS = ("interrupted", "SIGTERM", "SIGUSR1")
+REQUEUES = ("SIGUSR1", "SIGUSR2")
+INTERRUPTIONS = ("interrupted", "SIGTERM", *REQUEUES)
 """What cuts a run from outside: Ctrl-C and signals.  They wait for no ``min_steps``, no end of a validation or an epoch."""
 
 NON_FINITE = "non-finite gradients"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from fabricamp import launch
 from fabricamp.engine.explanations import explain
 from fabricamp.engine.notices import say
-from fabricamp.errors import NonFiniteError
+from fabricamp.errors import DistributedError, NonFiniteError
 from fabricamp.hooks import call_all
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
 from fabricamp.ops.peer_memory import check_peers
-from fabricamp.watchdog import exit_code, ignore_at_exit
+from fabricamp.state import REQUEUES
+from fabricamp.watchdog import exit_code, hand_on, ignore_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,10 +76,20 @@ def leave_interrupted(trainer: Trainer) -> None:
         _tell_of_interruption(trainer, "Interrupted" if reason == "interrupted" else f"Ended by {reason}")
     if goes_on:
         return
-    if reason == "SIGUSR1" and trainer.is_global_zero:
-        print(f"fabricamp: {launch.requeue_job()}", flush=True)
+    if reason in REQUEUES:
+        _requeue(trainer, reason)
     ignore_at_exit()
     raise SystemExit(exit_code(reason))
+
+
+def _requeue(trainer: Trainer, reason: str) -> None:
+    """Asks for the job to be run again; all ranks wait for that, since a starter may end the others where the first one leaves."""
+    try:
+        if not hand_on(reason) and trainer.is_global_zero and (said := launch.requeue_job()):
+            print(f"fabricamp: {said}", flush=True)
+    finally:
+        with contextlib.suppress(DistributedError):
+            trainer.strategy.barrier("the requeue")
 
 
 def _tell_of_interruption(trainer: Trainer, word: str) -> None:

@@ -12,11 +12,12 @@ from fabricamp.launch.starter import STARTED_BY, end_with_starter
 from fabricamp.strategies.base import Environment
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_JOB_ID")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
 
 
 def detect() -> Environment | None:
-    """Returns this process's place among those that torchrun, SLURM or fabricamp started; None for a plain process.
+    """Returns this process's place among those that torchrun, SLURM, submitit or fabricamp started; None for a plain process.
 
     Contradicting variables raise :class:`ConfigError`.  Under srun, MASTER_ADDR and MASTER_PORT are set where they are
     missing; in a worker that runs a script again, exceptions that nobody catches go to the starter.
@@ -28,6 +29,8 @@ def detect() -> Environment | None:
         return _torchrun(os.environ)
     if _under_srun(os.environ):
         return _slurm(os.environ)
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local" and os.environ.get("SUBMITIT_LOCAL_NTASKS", "1") != "1":
+        return _submitits_local(os.environ)
     return None
 
 
@@ -117,9 +120,23 @@ def _slurm(variables: Mapping[str, str]) -> Environment:
     )
     os.environ.setdefault("MASTER_ADDR", first_host(nodes) if nodes else "127.0.0.1")
     job = int(variables.get("SLURM_JOB_ID", 0)) + int(variables.get("SLURM_STEP_ID", 0))
-    # Below the range from which Linux hands out ports by itself, and different for neighbouring jobs on a shared machine.
-    os.environ.setdefault("MASTER_PORT", str(12000 + job % 20000))
+    os.environ.setdefault("MASTER_PORT", str(_port_of(job)))
     return environment
+
+
+def _submitits_local(variables: Mapping[str, str]) -> Environment:
+    """One of the tasks that submitit's ``LocalExecutor`` has started on this machine; those of its SLURM jobs are srun's."""
+    rank, tasks, job = _numbers(variables, _SUBMITIT, "submitit")
+    environment = Environment(rank=rank, local_rank=rank, world_size=tasks, local_world_size=tasks, name="submitit")
+    _consistent(environment, variables, _SUBMITIT)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_port_of(job)))
+    return environment
+
+
+def _port_of(job: int) -> int:
+    """Below the range from which Linux hands out ports by itself, and different for neighbouring jobs on a shared machine."""
+    return 12000 + job % 20000
 
 
 def _tasks_on_node(variables: Mapping[str, str], node_rank: int, world_size: int) -> int:

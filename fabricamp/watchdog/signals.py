@@ -9,26 +9,31 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from fabricamp.state import REQUEUES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
     from fabricamp.watchdog.stop import StopAgreement
 
+_REQUEUING = tuple(signal.Signals[name] for name in REQUEUES)
 _in_run = False
 _children_leave = False
 
 
 @contextlib.contextmanager
 def interrupts(agreement: StopAgreement) -> Iterator[None]:
-    """Within it signals ask to stop: the first Ctrl-C (the second raises KeyboardInterrupt at once), SIGTERM, SIGUSR1 in SLURM.
+    """Within it signals ask to stop: the first Ctrl-C (the second raises KeyboardInterrupt at once), SIGTERM, and those of jobs.
+
+    Of jobs are SIGUSR1 and SIGUSR2 in SLURM, and the one by which submitit tells of a preemption.
 
     As long as the agreement is ``opening`` each of them raises KeyboardInterrupt: a download or an import has no other place to
     stop at.  The handlers that were there before are given back in any case.
 
     Does nothing outside the main thread; leaves a signal alone that is ignored (a job in the background of a shell), and
-    SIGTERM and SIGUSR1 where somebody handles them already.  Enter it before data loaders start their workers: those that are
-    forked then outlive the signals that reach the whole process group.
+    the others where somebody handles them already, but for submitit's, which :func:`hand_on` serves.  Enter it before data loaders
+    start their workers: those that are forked then outlive the signals that reach the whole process group.
     """
     global _in_run  # noqa: PLW0603 - what happens after a fork is decided for the process
     if threading.current_thread() is not threading.main_thread():
@@ -71,13 +76,26 @@ def _heard_at_once(agreement: StopAgreement) -> Iterator[None]:
 
 
 def exit_code(reason: str) -> int:
-    """What a process ends with that was interrupted: as a shell counts, SIGUSR1 as SIGTERM."""
+    """What a process ends with that was interrupted: as a shell counts, SIGUSR1 and SIGUSR2 as SIGTERM."""
     return 128 + (signal.SIGINT if reason == "interrupted" else signal.SIGTERM)
+
+
+def hand_on(reason: str) -> bool:
+    """Calls submitit's own handler for the signal that has cut a run; returns False where there is none.
+
+    On rank 0 it asks for a requeue and raises ``SystemExit``, on others it returns.
+    """
+    number = signal.Signals[reason]
+    handler = signal.getsignal(number)
+    if number not in _submitits_signal() or not callable(handler):
+        return False
+    handler(number, None)
+    return True
 
 
 def ignore_at_exit() -> None:
     """Lets the process come to its end undisturbed: a starter that sees the first rank exit sends the others a second SIGTERM."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, *_REQUEUING):
         if signal.getsignal(number) is signal.SIG_DFL:
             atexit.register(signal.signal, number, signal.SIG_IGN)
 
@@ -86,10 +104,18 @@ def _handlers(agreement: StopAgreement) -> dict[int, _Handler]:
     handlers: dict[int, _Handler] = {}
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         handlers[signal.SIGINT] = _on_interrupt(agreement)
-    for one in [signal.SIGTERM, signal.SIGUSR1] if "SLURM_JOB_ID" in os.environ else [signal.SIGTERM]:
-        if signal.getsignal(one) is signal.SIG_DFL:
+    preempting = _submitits_signal()
+    for one in {signal.SIGTERM, *(_REQUEUING if "SLURM_JOB_ID" in os.environ else ()), *preempting}:
+        if signal.getsignal(one) is signal.SIG_DFL or one in preempting:
             handlers[one] = _on_signal(agreement, one.name)
     return handlers
+
+
+def _submitits_signal() -> list[signal.Signals]:
+    """By what submitit tells its jobs of a preemption; none where it did not start this process."""
+    name = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
+    known = "SUBMITIT_EXECUTOR" in os.environ and name in REQUEUES
+    return [signal.Signals[name]] if known else []
 
 
 def _on_interrupt(agreement: StopAgreement) -> _Handler:

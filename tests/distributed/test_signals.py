@@ -8,6 +8,7 @@ import signal
 import stat
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,12 +72,14 @@ class Asked(Classifier):
         super().validation_step(batch, batch_idx)
 
 
-def run(folder, where, *, rank=1, number=signal.SIGTERM, group=False, seconds_more=0.0, **variables):
-    """Fits until rank ``rank`` gets the signal."""
+def run(folder, where, *, rank=1, number=signal.SIGTERM, group=False, handler=None, codes=(143, 143), **variables):
+    """Fits until rank ``rank`` gets the signal, which ``handler`` was there for before."""
 
     def job(_armed):
         os.environ.update(variables)
         own = int(os.environ["RANK"])
+        if handler is not None:
+            signal.signal(number, handler)
 
         def ask():
             if own == rank:
@@ -102,7 +105,7 @@ def run(folder, where, *, rank=1, number=signal.SIGTERM, group=False, seconds_mo
     began = time.monotonic()
     ended = attempt(job, folder)
     assert time.monotonic() - began < 20
-    assert ended.codes == [143, 143], ended.failures
+    assert ended.codes == [*codes], ended.failures
     (file,) = (folder / "checkpoints").rglob("*.ckpt")
     done = [(folder / f"attempt-progress-{one}").read_text().split() for one in range(2)]
     steps = torch.load(file, weights_only=True)["global_step"]
@@ -211,24 +214,26 @@ exit {code}
 
 
 @pytest.mark.parametrize(
-    ("job", "code", "said"),
+    ("number", "job", "code", "said"),
     [
-        ({"SLURM_JOB_ID": "4711"}, 0, "job 4711 is requeued"),
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "4711"}, 0, "job 4711 is requeued"),
         (
+            signal.SIGUSR2,
             {"SLURM_JOB_ID": "4712", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"},
             0,
             "job 4711_3 is requeued",
         ),
-        ({"SLURM_JOB_ID": "4711"}, 1, "job 4711 is not requeued: scontrol ended with exit code 1"),
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "4711"}, 1, "job 4711 is not requeued: scontrol ended with exit code 1"),
     ],
 )
-def test_sigusr1_requeues_the_job(tmp_path, capfd, job, code, said):
+def test_sigusr1_requeues_the_job(tmp_path, capfd, number, job, code, said):
     calls, folder = tmp_path / "calls", tmp_path / "bin"
     folder.mkdir()
     command = folder / "scontrol"
     command.write_text(FAKE.format(calls=calls, code=code))
     command.chmod(command.stat().st_mode | stat.S_IEXEC)
-    run(tmp_path / "run", "training", number=signal.SIGUSR1, PATH=f"{folder}:{os.environ['PATH']}", **job)
+    # To a loader worker too, as SLURM sends it.
+    run(tmp_path / "run", "workers", number=number, group=True, PATH=f"{folder}:{os.environ['PATH']}", **job)
     name = said.split()[1]
     assert calls.read_text() == f"requeue {name}\n"
     assert f"fabricamp: {said}\n" in capfd.readouterr().out
@@ -239,6 +244,29 @@ def test_sigterm_requeues_nothing_and_without_scontrol_it_is_said(tmp_path, capf
     assert "requeued" not in capfd.readouterr().out
     run(tmp_path / "b", "training", number=signal.SIGUSR1, PATH="/nowhere", SLURM_JOB_ID="4711")
     assert "job 4711 is not requeued: there is no scontrol on the PATH" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("variables", [{}, {"SUBMITIT_PREEMPT_SIGNAL": "USR1", "SLURM_JOB_ID": "4711"}])
+def test_submitits_handler_requeues_once_all_ranks_have_saved(tmp_path, capfd, variables):
+    number = signal.SIGUSR1 if variables else signal.SIGUSR2
+
+    def requeue(given, _frame):
+        """As submitit's: rank 0 pickles the function anew, asks for a requeue and leaves, others go on."""
+        assert given == number
+        assert len(list((tmp_path / "checkpoints").rglob("*.ckpt"))) == 1
+        other = tmp_path / "attempt-process-of-rank-1"
+        if os.environ["RANK"] == "1":
+            other.write_text(f"{os.getpid()}\n")
+            return
+        wait_for_line(other)
+        time.sleep(0.3)
+        state = Path(f"/proc/{other.read_text().strip()}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state != "Z"  # it waits until the job is requeued
+        raise SystemExit(-1)
+
+    more = {"SUBMITIT_EXECUTOR": "slurm", "PATH": "/nowhere", **variables}
+    run(tmp_path, "training", number=number, handler=requeue, codes=(255, 143), **more)
+    assert "requeued" not in capfd.readouterr().out
 
 
 SCRIPT = """

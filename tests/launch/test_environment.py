@@ -39,7 +39,7 @@ SLURM = {
 def variables(monkeypatch):
     """Sets exactly these variables of the starters."""
     for name in list(os.environ):
-        if name in TORCHRUN or name.startswith(("SLURM_", "FABRICAMP_")):
+        if name in TORCHRUN or name.startswith(("SLURM_", "FABRICAMP_", "SUBMITIT_")):
             monkeypatch.delenv(name)
 
     def set_all(values):
@@ -94,6 +94,18 @@ def test_own_workers_are_named(variables):
 def test_contradictions_are_named(variables, change, named):
     variables(TORCHRUN | change)
     with pytest.raises(ConfigError, match=named):
+        detect()
+
+
+def test_submitits_tasks_on_this_machine(variables):
+    tasks = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": "77"}
+    variables(tasks | {"SUBMITIT_LOCAL_GLOBALID": "1"})
+    assert detect() == Environment(rank=1, local_rank=1, world_size=2, local_world_size=2, name="submitit")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "12077")
+    variables(tasks | {"SUBMITIT_LOCAL_NTASKS": "1"})
+    assert detect() is None
+    variables(tasks | {"SUBMITIT_LOCAL_GLOBALID": "2"})
+    with pytest.raises(ConfigError, match="SUBMITIT_LOCAL_GLOBALID=2"):
         detect()
 
 
