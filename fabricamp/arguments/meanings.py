@@ -90,7 +90,7 @@ _ROWS: Final = {
         "cpu_offload offload_policy": "write offload=True",
         "data_parallel_size device_mesh": "write replicate= with the number of copies of the module (1: all ranks share one)",
         "mixed_precision": "write Trainer(precision=...)",
-        "parallelize tensor_parallel_size": "tensor parallelism is not offered: leave it out",
+        "tensor_parallel_size": "write tensor_parallel=, and parallelize= with the function that splits layers",
         "save_distributed_checkpoint state_dict_type": "leave it out: a checkpoint is a folder that all ranks write",
         "sharding_strategy": "write reshard_after_forward='zero3' (FULL_SHARD) or 'zero2' (SHARD_GRAD_OP)",
     },

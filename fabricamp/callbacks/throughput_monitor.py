@@ -151,7 +151,7 @@ class ThroughputMonitor(Callback):
             del sums["items"]
         values = {f"device/{name}_per_sec": value for name, value in sums.items()}
         if trainer.world_size > 1:
-            values |= {f"{name}_per_sec": trainer.world_size * value for name, value in sums.items()}
+            values |= {f"{name}_per_sec": trainer.strategy.data_ranks * value for name, value in sums.items()}
         times = [1e3 * took for _, took in done]
         values |= {f"step_ms_p{share}": percentile(times, share / 100) for share in _PERCENTILES}
         values["data_share"] = sum(step.reading for step, _ in done) / host

@@ -68,7 +68,7 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy) -> None:
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, Sharded):
         return
-    if strategy.world_size == 1 and loader.num_workers < 2:
+    if strategy.data_ranks == 1 and loader.num_workers < 2:
         return
     behind, looked = feed.behind, False
 
@@ -87,8 +87,8 @@ def _looked_at(
 ) -> Iterator[Any]:
     first = next(batches, None)
     seen = [None if first is None else _digest(first)]
-    if strategy.world_size > 1:
-        everywhere = strategy.all_gather_object(seen[0])
+    if strategy.data_ranks > 1:
+        everywhere = strategy.all_gather_object(seen[0])[:: strategy.tensor_parallel]
         equal = [rank for rank, one in enumerate(everywhere) if one is not None and everywhere.count(one) > 1]
         if equal:
             raise words(f"ranks {equal} begin with the same batch")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
+    from fabricamp.strategies.base import Strategy
     from fabricamp.watchdog import StopAgreement
 
 
@@ -178,10 +179,10 @@ def _count_arguments(step: Callable[..., Any]) -> int:
     return count
 
 
-def gather_predictions(everyone: list[list[list[Any]]]) -> list[Any]:
+def gather_predictions(everyone: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
     """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
     merged = []
-    for ranks in zip(*everyone, strict=True):
+    for ranks in zip(*everyone[:: strategy.tensor_parallel], strict=True):
         longest = max(map(len, ranks))
         merged.append(
             [batches[position] for position in range(longest) for batches in ranks if position < len(batches)]

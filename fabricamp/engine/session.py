@@ -349,7 +349,7 @@ class Session:
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
-            return gather_predictions(self.strategy.all_gather_object(outputs)) if keep else None
+            return gather_predictions(self.strategy.all_gather_object(outputs), self.strategy) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero:
             print_results(kind, results)

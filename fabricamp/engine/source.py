@@ -320,8 +320,8 @@ class DataSource:
         return wire_loader(
             loader,
             train=train,
-            rank=self._strategy.rank,
-            world_size=self._strategy.world_size,
+            rank=self._strategy.data_rank,
+            world_size=self._strategy.data_ranks,
             seed=global_seed(),
             distributed_sampler=self._settings.use_distributed_sampler,
             overfit=self._settings.overfit_batches,

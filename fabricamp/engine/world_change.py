@@ -43,7 +43,7 @@ class StepSizes(Section):
         """Returns them; None where the loader does not tell how large its batches are."""
         session = self.session
         sizes = session.data.batch_sizes
-        now = StepSize(session.settings.accumulate_grad_batches, session.strategy.world_size, sizes or [])
+        now = StepSize(session.settings.accumulate_grad_batches, session.strategy.data_ranks, sizes or [])
         return {"loops.fit.step_size": now._asdict() if sizes else None}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -92,7 +92,7 @@ def _known_here(session: Session) -> StepSize:
             f"on_world_change={KEEP_GLOBAL_BATCH!r} has to know the samples of a batch, and the train loader does not tell "
             "(it has no batch_size); give torch's DataLoader with batch_size, or on_world_change='keep_per_rank'"
         )
-    return StepSize(settings.accumulate_grad_batches, session.strategy.world_size, sizes)
+    return StepSize(settings.accumulate_grad_batches, session.strategy.data_ranks, sizes)
 
 
 def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fabricamp.ops.shards import device_of, is_shard
+from fabricamp.ops.shards import is_shard, whole
 
 BINS = 64
 
@@ -25,7 +25,7 @@ class Histogram(NamedTuple):
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
     """Returns the norm of each gradient, and that of all together; None where there is none."""
-    norms = {name: _whole(torch.linalg.vector_norm(_values(one), order)) for name, one in gradients.items()}
+    norms = {name: _of_all(torch.linalg.vector_norm(_values(one), order)) for name, one in gradients.items()}
     if not norms:
         return {}, None
     device = next(iter(norms.values())).device
@@ -47,10 +47,9 @@ def histogram_of(gradient: Tensor) -> Histogram:
     return Histogram(counts.double(), low, low + BINS * width, values.sum(), values.square().sum())
 
 
-def _whole(norm: Any) -> Tensor:
+def _of_all(norm: Tensor) -> Tensor:
     """The norm of all parts of a gradient that is sharded."""
-    whole: Tensor = norm.to(device_of(norm)).full_tensor() if is_shard(norm) else norm
-    return whole
+    return whole(norm) if is_shard(norm) else norm
 
 
 def _values(gradient: Tensor) -> Tensor:

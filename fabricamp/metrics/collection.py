@@ -131,7 +131,7 @@ class Metrics(Recording):
 
     def reduce_steps(self, step: int) -> None:
         """Brings ``reduced`` up to the latest values of steps, waiting for it; every rank calls it, loggers see nothing of it."""
-        merged = exchange.merge(self._gather(self.table(MetricTable.TRAINING), step))
+        merged = self._merged(self._gather(self.table(MetricTable.TRAINING), step))
         for published, value, _ in merged:
             if published.per_step and value is not None:
                 self._publish_to_callbacks(published, value)
@@ -195,7 +195,7 @@ class Metrics(Recording):
 
     def _make_known(self, table: MetricTable, step: int) -> list[tuple[Published, float]]:
         """Reduces what ``table`` has over all ranks, for callbacks to see; returns what is to be published."""
-        merged = exchange.merge(self._gather(table, step))
+        merged = self._merged(self._gather(table, step))
         training = table is self._tables.get(MetricTable.TRAINING)
         if training:
             self._glance = Glance()  # what is under way is older
@@ -209,6 +209,9 @@ class Metrics(Recording):
         ]  # in training, flushes bring those of steps
         self.logged.update({published.key: value for published, value in kept if published.logger})
         return kept
+
+    def _merged(self, rows: Sequence[exchange.RankValues]) -> list[exchange.Merged]:
+        return exchange.merge(rows, self._strategy.tensor_parallel)
 
     def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
         """The values of all ranks, a step's before an epoch's: the later one takes the plain key."""
@@ -313,7 +316,7 @@ class Metrics(Recording):
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
     def _deliver(self, rows: Sequence[exchange.RankValues], step: int) -> None:
-        merged = exchange.merge(rows)
+        merged = self._merged(rows)
         for published, reduced, _ in merged:
             if published.per_step and reduced is not None:
                 self._publish_to_callbacks(published, reduced)

@@ -130,14 +130,14 @@ def read_own(snapshot: Snapshot) -> RankValues:
     return RankValues(snapshot.published, snapshot.numbers, snapshot.weights, snapshot.copy.tolist())
 
 
-def merge(rows: Sequence[RankValues]) -> list[Merged]:
-    """Each value that any rank has logged, reduced over the ranks that have it."""
+def merge(rows: Sequence[RankValues], together: int = 1) -> list[Merged]:
+    """Each value that any rank has logged, reduced over the ranks that have it, of so many that compute ``together`` the first."""
     parts: dict[Published, list[Contribution | None]] = {}
     for rank, row in enumerate(rows):
         for published, contribution in row.contributions():
             parts.setdefault(published, [None] * len(rows))[rank] = contribution
     logged = ((published, own) for published, own in parts.items() if any(part and part.weight for part in own))
-    return [Merged(published, _reduce(published.mode, own), own) for published, own in logged]
+    return [Merged(published, _reduce(published.mode, own[::together]), own) for published, own in logged]
 
 
 def _packed(table: MetricTable, numbers: list[float], weights: list[int]) -> Tensor:

@@ -112,6 +112,11 @@ class Recording:
                 f"self.log({arguments.name!r}, ...) was given a {type(metric).__name__} with sync_on_compute=False, "
                 "but an epoch's values are those of all ranks; build it with sync_on_compute=True"
             )
+        elif strategy.tensor_parallel > 1:
+            raise ConfigError(
+                f"self.log({arguments.name!r}, ...) was given a {type(metric).__name__} with tensor_parallel="
+                f"{strategy.tensor_parallel}: it would count each sample as often; log numbers, or its compute()"
+            )
         slot = Slot(arguments, state.scope, published)
         slot.metric = metric
         for one in filter(None, published):

@@ -36,6 +36,22 @@ def device_of(tensor: Any) -> torch.device:
     return own
 
 
+def whole(tensor: Any) -> Tensor:
+    """Returns all of a sharded ``tensor``, where it is computed with; every rank calls it.
+
+    Gathered over one dimension of the mesh behind the other: of several at once torch warns.
+    """
+    from torch.distributed.tensor import Replicate
+
+    found, placements = tensor.to(device_of(tensor)), list(tensor.placements)
+    for dimension, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            placements[dimension] = Replicate()
+            found = found.redistribute(placements=placements)
+    gathered: Tensor = found.to_local()
+    return gathered
+
+
 def local_gradient(parameter: Any) -> Any:
     """Returns this rank's part of a parameter's ``.grad``, which may have no elements; None where there is none."""
     gradient = parameter.grad

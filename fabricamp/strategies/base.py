@@ -81,6 +81,9 @@ class Strategy(NamesKeywords):
     offload: bool = False
     """Whether what is updated is in host memory, whatever the device is."""
 
+    tensor_parallel: int = 1
+    """How many neighbouring ranks compute one batch together, each a part of its layers."""
+
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the slowest one."""
 
@@ -139,6 +142,16 @@ class Strategy(NamesKeywords):
     def world_size(self) -> int:
         """The number of processes."""
         return self.environment.world_size
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts the data is dealt out in: neighbours that compute one batch together have the same one."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts is this process's."""
+        return self.rank // self.tensor_parallel
 
     @property
     def lightning_module(self) -> Any:

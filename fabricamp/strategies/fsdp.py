@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import whole as all_of
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.first_values import FirstValues, fills_others
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
+from fabricamp.strategies.tensor_parallel import TENSOR, checked, split_layers
 from fabricamp.strategies.units import Unit, described, of_classes, own_modules, units_of
 from fabricamp.torch_private import checkpoint_activations
 
@@ -45,6 +47,9 @@ class FSDP(ProcessGroupStrategy):
         offload: parts, gradients and optimizer states are in host memory, where the update runs; weights are brought to the GPU
             unit by unit.  Without loss scaling: at O0, O4 and O5.
         activation_checkpointing: classes whose modules compute their activations again in backward.
+        parallelize: a function of the module and a mesh, in which it splits layers by torch's ``parallelize_module``; what it
+            changes of the modules' numbers (heads of an attention) is given back after the run.
+        tensor_parallel: over how many neighbouring ranks it splits them; these compute one batch together.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
@@ -67,6 +72,8 @@ class FSDP(ProcessGroupStrategy):
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
         offload: bool = False,
         activation_checkpointing: Sequence[type[nn.Module]] = (),
+        parallelize: Callable[[nn.Module, Any], object] | None = None,
+        tensor_parallel: int = 1,
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
@@ -74,6 +81,9 @@ class FSDP(ProcessGroupStrategy):
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = _checked_copies(replicate)
         self.offload = _checked_flag(offload)
+        self.parallelize, self.tensor_parallel = parallelize, checked(parallelize, tensor_parallel)
+        if self.offload and parallelize is not None:
+            raise ConfigError("FSDP(offload=True, parallelize=...) is not offered: leave one of them out")
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
         self._steps: dict[str, Any] = {}
@@ -81,6 +91,7 @@ class FSDP(ProcessGroupStrategy):
         self._trained: dict[str, bool] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._mesh: Any = None
+        self._meshes: list[Any] = []
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
@@ -108,7 +119,12 @@ class FSDP(ProcessGroupStrategy):
             self._share(modules, exchange)
             self._cast(modules, plan)
             sizes.append(unit.size)
-            self._shard(unit, modules, plan, is_root=unit is units[-1])
+            if self.parallelize is None:
+                self._shard(unit, modules, plan, is_root=unit is units[-1])
+        if self.parallelize is not None:
+            self._undo.also(split_layers(module, self._meshes[1], self.parallelize))
+            for unit in units:
+                self._shard(unit, own_modules(unit, units), plan, is_root=unit is units[-1])
         unfilled = self.broadcast(first.unfilled)
         if unfilled and not plan.filled_later:
             raise ConfigError(
@@ -136,10 +152,10 @@ class FSDP(ProcessGroupStrategy):
         }
 
         def plain(parameter: Any) -> Tensor:
-            full, dtype = parameter.detach().to(self.device).full_tensor() if whole else None, dtypes[id(parameter)]
+            full, dtype = all_of(parameter.detach()) if whole else None, dtypes[id(parameter)]
             if full is None or self.rank != 0:
                 return torch.empty(parameter.shape, dtype=dtype, device="meta")
-            return cast("Tensor", full).to("cpu", dtype)
+            return full.to("cpu", dtype)
 
         replace_shards(module, plain)
         undo.undo()
@@ -192,9 +208,9 @@ class FSDP(ProcessGroupStrategy):
         self._steps = {}
         # Nobody may hold the group beyond this: torch's states hold each other, and the mesh is the optimizers' too.
         gc.collect()
-        if self._mesh is not None:
-            vars(self._mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
-        self._mesh = None
+        for mesh in self._meshes:
+            vars(mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
+        self._mesh, self._meshes = None, []
         super().teardown()
 
     def _check_new(self, module: nn.Module) -> None:
@@ -207,10 +223,13 @@ class FSDP(ProcessGroupStrategy):
             )
 
     def _check_ranks(self) -> None:
-        after, (sharing, rest) = self.reshard_after_forward, divmod(self.world_size, self.replicate)
+        copies = self.replicate * self.tensor_parallel
+        after, (sharing, rest) = self.reshard_after_forward, divmod(self.world_size, copies)
         if rest:
+            split = f", tensor_parallel={self.tensor_parallel}" if self.tensor_parallel > 1 else ""
             raise ConfigError(
-                f"FSDP(replicate={self.replicate}) has to divide the number of ranks, {self.world_size}; give that of machines"
+                f"FSDP(replicate={self.replicate}{split}) has to divide the number of ranks, {self.world_size}; replicate is that "
+                "of machines"
             )
         if not isinstance(after, bool) and (after >= sharing or sharing % after):
             raise ConfigError(
@@ -222,18 +241,23 @@ class FSDP(ProcessGroupStrategy):
         """The ranks as torch's mesh: neighbours share a copy."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        if self.replicate == 1:
-            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
-        sizes = (self.replicate, self.world_size // self.replicate)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        sharing = self.world_size // (self.replicate * self.tensor_parallel)
+        sizes = {"replicate": self.replicate, "shard": sharing, TENSOR: self.tensor_parallel}
+        names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+        mesh = init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        self._meshes = [mesh] if names[-1] != TENSOR else [mesh[names[:-1]], mesh[TENSOR], mesh]
+        return self._meshes[0]
 
     def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
-        """Gives every rank rank 0's values of what these modules own, on the device."""
+        """Gives every rank rank 0's values of what these modules own, on the device; in host memory where layers are split then."""
         own = {id(one): one for module in modules for one in (*_own(module._parameters), *_own(module._buffers))}
         for tensor in own.values():
             tensor.data = tensor.data.to(self.device)
         if own and self.world_size > 1:
             exchange.broadcast([one.detach() for one in own.values()])
+        if self.parallelize is not None:
+            for tensor in own.values():
+                tensor.data = tensor.data.to(_CPU)
 
     def _cast(self, modules: Sequence[nn.Module], plan: ShardPlan) -> None:
         """Brings what is trained of these modules' own to the dtype that it is stored in; what is frozen stays exact."""
@@ -277,6 +301,7 @@ class FSDP(ProcessGroupStrategy):
         here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
         kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
         kept += f", {self.replicate} copies" if self.replicate > 1 else ""
+        kept += f", layers split over {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
         kept += ", parts in host memory" if self.offload else ""
         return (
             f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "

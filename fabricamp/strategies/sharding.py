@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_TORCHS: Final = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+_TORCHS: Final = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed.tensor.")
 _HOOKS: Final = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -31,6 +31,11 @@ class Undo:
     def __init__(self, module: nn.Module) -> None:
         self._before = [(one, type(one), set(vars(one))) for one in module.modules()]
         self._added: list[set[str]] = []
+        self._also: list[Callable[[], None]] = []
+
+    def also(self, give_back: Callable[[], None]) -> None:
+        """Lets :meth:`undo` end with ``give_back``."""
+        self._also.append(give_back)
 
     def note(self) -> None:
         """Takes note of the attributes that were added, right behind the sharding: those that others add later stay."""
@@ -47,6 +52,8 @@ class Undo:
             for table in (*_HOOKS, *_OPTIONS):
                 for key in torchs:
                     vars(one)[table].pop(key, None)
+        for give_back in self._also:
+            give_back()
 
 
 def _is_torchs(hook: Any) -> bool:

@@ -382,7 +382,8 @@ class TrainerProperties(TrainerLimits):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """What torch's ``DistributedSampler`` takes; empty for one process."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else {}
+        strategy = self.strategy
+        return {"num_replicas": strategy.data_ranks, "rank": strategy.data_rank} if strategy.data_ranks > 1 else {}
 
     @property
     def device_ids(self) -> list[int]:

@@ -12,6 +12,7 @@ from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.strategies import FSDP
 from fabricamp.utilities.grads import grad_norm
+from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Block, Cell, Net, fitted, flat, sharding
 from tests.small import loader, quiet_trainer
@@ -61,8 +62,24 @@ def on_two_gpus(folder):
         found["resumed"][cell] = on_gpus(cell, sharding(cell), 4, ckpt_path=path)
     found["places"] = places()
     found["beside"] = beside(folder / "beside")
+    found["split"] = split_layers()
     found["waits"] = waits()
     return found
+
+
+def split_layers():
+    """Weights after runs whose layers are split over both GPUs."""
+    strategy = FSDP([tensor_parallel.Block], parallelize=tensor_parallel.split, tensor_parallel=2)
+    return {level: with_layers_of(strategy, level) for level in ("O0", "O1", "O5")}
+
+
+def with_layers_of(strategy, level, devices="auto"):
+    seed_everything(5, verbose=False)
+    module = tensor_parallel.Net("FusedAdam")
+    options = {"precision": level, "max_steps": 4, "gradient_clip_val": 0.3, "devices": devices}
+    trainer = quiet_trainer(accelerator="gpu", strategy=strategy, **options)
+    trainer.fit(module, loader(32, 8))
+    return None if trainer.global_rank else flat(module).cpu()
 
 
 def places():
@@ -156,6 +173,16 @@ def test_parts_that_are_offloaded_are_in_host_memory(ranks):
 def test_a_folder_that_was_written_beside_training_goes_on_bit_for_bit(ranks):
     straight, resumed = ranks[0]["beside"]
     assert torch.equal(straight, resumed)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_layers_that_are_split_train_what_whole_ones_train(level, ranks):
+    seed_everything(5, verbose=False)
+    before, together = flat(tensor_parallel.Net()), ranks[0]["split"][level]
+    alone, exact = (with_layers_of("single", one, devices=1) for one in (level, "O0"))
+    moved = (exact - before).norm()
+    own, others = (together - exact).norm() / moved, (alone - exact).norm() / moved
+    assert own < (1e-4 if level == "O0" else 2 * others + 1e-3), (float(own), float(others))
 
 
 def test_the_host_waits_for_nothing_in_a_step(ranks):

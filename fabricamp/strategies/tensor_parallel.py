@@ -1,0 +1,75 @@
+"""Tensor parallelism under a strategy that shards: the user's ``parallelize(module, mesh)`` over neighbouring ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import is_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+TENSOR: str = "tp"
+"""The dimension of the mesh over which layers are split, as torch's examples name it."""
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def checked(parallelize: object, tensor_parallel: object) -> int:
+    """Returns over how many ranks layers are split; raises :class:`ConfigError` for what cannot be."""
+    number = tensor_parallel if isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) else 0
+    if number < 1:
+        raise ConfigError(
+            f"FSDP(tensor_parallel={tensor_parallel!r}) has to be a whole number from 1: over how many neighbouring ranks "
+            "parallelize(module, mesh) splits layers"
+        )
+    if parallelize is not None and not callable(parallelize):
+        raise ConfigError(f"FSDP(parallelize={parallelize!r:.200}) has to be a function of the module and a mesh")
+    if (parallelize is None) != (number == 1):
+        raise ConfigError(
+            f"FSDP(parallelize={'None' if parallelize is None else '...'}, tensor_parallel={number}): give both, the function that "
+            "splits layers and over how many ranks, or neither"
+        )
+    return number
+
+
+def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
+    """Lets ``parallelize`` split layers of ``module`` over ``mesh``; returns what gives back the attributes that it has changed.
+
+    These are plain values, such as a number of heads.  Raises :class:`ConfigError` where nothing has been split.
+    """
+    before = {one: _plain_values(one) for one in module.modules()}
+    parallelize(module, mesh)
+    if not any(map(is_shard, module.parameters())):
+        raise ConfigError(
+            f"FSDP(parallelize=...) has split no parameter of {type(module).__name__}; call torch's parallelize_module(module.net, "
+            'mesh, {"layer": ColwiseParallel()}) in it'
+        )
+    for name, one in module.named_parameters():
+        _check_even(name, one, mesh)
+    changed = [(one, old) for one, values in before.items() if (old := _changed(one, values))]
+
+    def give_back() -> None:
+        for one, old in changed:
+            vars(one).update(old)
+
+    return give_back
+
+
+def _check_even(name: str, parameter: Any, mesh: Any) -> None:
+    for placement in parameter.placements if is_shard(parameter) else ():
+        if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():
+            raise ConfigError(
+                f"FSDP(parallelize=...) splits {name} {tuple(parameter.shape)} along dimension {placement.dim} over {mesh.size()} "
+                "ranks, which leaves them parts of different sizes; give the layer a multiple, or leave it out of the plan"
+            )
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+
+
+def _changed(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in before.items() if vars(module).get(name) != value}

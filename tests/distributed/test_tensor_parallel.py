@@ -1,0 +1,248 @@
+"""fsdp with layers that are split over two ranks: equal to one process on the joined batch, exact resumes, other forms of runs."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fabricamp import Callback, ConfigError, TrainingModule, seed_everything
+from fabricamp.optimizers import FusedAdam
+from fabricamp.strategies import FSDP
+from fabricamp.strategies.tensor_parallel import split_layers
+from fabricamp.utilities.grads import grad_norm
+from tests.distributed.ranks import run_ranks
+from tests.small import loader, quiet_trainer
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.01, eps=1e-3, weight_decay=0.01),
+}
+# level, optimizer, micro-batches a step, clip, copies
+CELLS = [
+    ("O0", "sgd", 1, ("norm", 0.3), 1),
+    ("O0", "FusedAdam", 3, ("norm", 0.3), 1),
+    ("O1", "FusedAdam", 1, ("value", 0.02), 1),
+    ("O4", "adamw", 3, ("norm", 0.3), 1),
+    ("O2", "FusedAdam", 1, ("norm", 0.3), 2),
+]
+RESUMED = [CELLS[1], CELLS[4]]  # the first is cut within a window
+
+
+class Block(torch.nn.Module):
+    """Two layers that are split, into 17 rows, and what is not: a norm, and a scale whose gradient counts once."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 2
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 34)
+        self.down = torch.nn.Linear(34, 16)
+        self.scale = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        inner = self.up(self.norm(x)).view(len(x), self.heads, 17)  # as many as this rank has
+        return x + self.scale * self.down(F.gelu(inner).flatten(1))
+
+
+class Net(TrainingModule):
+    def __init__(self, optimizer="sgd"):
+        super().__init__()
+        self.optimizer = optimizer
+        self.first = torch.nn.Linear(8, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(16, 3)
+        self.norms = None
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("seen", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def split(module, mesh):
+    for block in module.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        block.heads //= mesh.size()
+
+
+class SaveAt(Callback):
+    def __init__(self, path, batches):
+        self.path, self.batches = str(path), batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches_done == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+class Norms(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 1:
+            pl_module.norms = {name: float(norm) for name, norm in grad_norm(pl_module, 2).items()}
+
+
+def flat(module):
+    return torch.cat([value.flatten().double() for value in module.state_dict().values()])
+
+
+def fitted(cell, strategy, batch_size, *callbacks, ckpt_path=None):
+    level, optimizer, accumulate, clip, _ = cell
+    seed_everything(5, verbose=False)
+    module = Net(optimizer)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices="auto",
+        precision=level,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip[1],
+        gradient_clip_algorithm=clip[0],
+        num_sanity_val_steps=0,
+        callbacks=[*callbacks],
+    )
+    trainer.fit(module, loader(48, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    assert [one.heads for one in module.blocks] == [2, 2, 2]
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in module.modules())
+    if trainer.global_rank:
+        return None
+    return flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def sharding(cell):
+    return FSDP([Block], replicate=cell[4], parallelize=split, tensor_parallel=2)
+
+
+def on_four_ranks(folder):
+    found = {"straight": {}, "resumed": {}}
+    for number, cell in enumerate(CELLS):
+        path = folder / f"{number}.ckpt"
+        found["straight"][cell] = fitted(cell, sharding(cell), 4, SaveAt(path, 4))
+        if cell in RESUMED:
+            found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=path)
+    found["from a file"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "single.ckpt")
+    found["whole layers"] = fitted(CELLS[1], "fsdp", 2, ckpt_path=folder / "1.ckpt")
+    found["norms"], found["predictions"] = looked_at(FSDP([Block], parallelize=split, tensor_parallel=2), 4)
+    return found
+
+
+def looked_at(strategy, batch_size):
+    """Norms of gradients in the second step, and predictions behind it."""
+    seed_everything(5, verbose=False)
+    module = Net("FusedAdam")
+    options = {"strategy": strategy, "devices": "auto", "max_steps": 2, "use_distributed_sampler": True}
+    trainer = quiet_trainer(callbacks=[Norms()], **options)
+    trainer.fit(module, loader(32, batch_size))
+    return module.norms, torch.cat(trainer.predict(module, loader(16, batch_size))).double()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tensor")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    found = {}
+
+    def run(cell):
+        if cell not in found:
+            found[cell] = fitted(cell, "single", 8)
+        return found[cell]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    fitted(CELLS[1], "single", 8, SaveAt(folder / "single.ckpt", 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run_ranks(on_four_ranks, 4, folder, timeout=200.0)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_split_layers_train_what_one_process_trains_on_the_joined_batch(cell, ranks, alone):
+    seed_everything(5, verbose=False)
+    before = flat(Net())
+    (together, logged), (single, logged_alone) = ranks[0]["straight"][cell], alone(cell)
+    moved = (single - before).norm()
+    assert moved > 0.05
+    assert logged["seen"] == logged_alone["seen"] == 48
+    apart = (together - single).norm() / moved
+    if cell[0] == "O0":
+        assert apart < 2e-6
+        assert logged["val_loss"] == pytest.approx(logged_alone["val_loss"], rel=1e-5)
+        return
+    exact, _ = alone(("O0", *cell[1:]))
+    own, others = (together - exact).norm() / moved, (single - exact).norm() / moved
+    assert own < 2 * others + 1e-3, (float(own), float(others))
+
+
+@pytest.mark.parametrize("cell", RESUMED, ids=lambda cell: "-".join(map(str, cell)))
+def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
+    assert torch.equal(ranks[0]["straight"][cell][0], ranks[0]["resumed"][cell][0])
+
+
+def test_files_and_folders_go_on_with_split_layers_and_without(ranks, folder, alone):
+    straight, _ = alone(CELLS[1])
+    for name in ("from a file", "whole layers"):
+        assert (ranks[0][name][0] - straight).abs().max() < 1e-6, name
+    gone_on, _ = fitted(CELLS[1], "single", 8, ckpt_path=folder / "1.ckpt")
+    assert (gone_on - straight).abs().max() < 1e-6
+
+
+def test_norms_and_predictions_are_those_of_whole_layers(ranks):
+    norms, predictions = looked_at("single", 8)
+    for one in ranks:
+        assert one["norms"] == pytest.approx(norms, rel=1e-4)
+        assert torch.allclose(one["predictions"], predictions, atol=1e-5)
+
+
+class Odd(Block):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 33)
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "words"),
+    [
+        (lambda module, mesh: None, "has split no parameter of ModuleDict"),
+        (
+            lambda module, mesh: parallelize_module(module["odd"], mesh, {"up": ColwiseParallel()}),
+            r"odd\.up\.weight \(33, 16\)",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(parallelize, words):
+    """Two ranks by torch's fake group: nothing is exchanged."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(ConfigError, match=words):
+            split_layers(torch.nn.ModuleDict({"odd": Odd()}), mesh, parallelize)
+    finally:
+        dist.destroy_process_group()
