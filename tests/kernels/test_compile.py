@@ -16,6 +16,7 @@ ONE_STATE = [(H, F, F, H), (B, F, F, B), (F, F, F, None), (D, D, D, None), (H, H
 KINDS = {
     "adagrad": ONE_STATE,
     "adam": HALF_UPDATES,
+    "copies": [],
     "cross_entropy": [],
     "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],

@@ -13,6 +13,7 @@ from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_o
 from fabricamp.engine.graph.effects import Constants
 from fabricamp.engine.graph.generators import Generators
 from fabricamp.engine.graph.metric_states import MetricStates
+from fabricamp.ops.copies import Copies
 from fabricamp.torch_private import end_failed_capture
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Captured:
     def __init__(self, module: nn.Module, inputs: Any, tape: LogTape) -> None:
         self.outputs: Any = None
         self.replays = 0
-        self._inputs = tensors_of(inputs)
+        self._copy_inputs = Copies(tensors_of(inputs))
         self._tape = tape
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
@@ -74,7 +75,7 @@ class Captured:
 
     def launch(self, batch: Any) -> None:
         """Runs the call on the device."""
-        torch._foreach_copy_(self._inputs, tensors_of(batch), non_blocking=True)
+        self._copy_inputs(tensors_of(batch))
         self._graph.replay()
         self.replays += 1
 
