@@ -1,17 +1,20 @@
 """Wall time of a training step: by hand, as a bare CUDA graph, through Lightning, and through the Trainer, eager and as a graph.
 
-    python benchmarks/loop.py [--only mlp,resnet50-8,...] [--rounds 3] [--out results.json] [--quick]
+    python benchmarks/loop.py [--only mlp,resnet50-8,...] [--rounds 3] [--minutes 8] [--out results.json] [--quick]
 
 All ways share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied without a wait.  At O1
 torch's ways have autocast and a GradScaler, all of it within the bare graph too; O2 stands beside the same.  The Trainer and
 Lightning have everything on: bar, logger, a checkpoint callback with nothing to save in the measured steps, a `self.log` in each.
-Rounds are interleaved and each figure is the median.  With `--out`, cells that the file has are left out: a run may be cut.
+Rounds are interleaved and each figure is the median.  With `--out`, cells that the file has are left out: a run may be cut,
+and ends by itself after `--minutes`; give the same command again for the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import gc
 import io
 import json
@@ -63,9 +66,15 @@ class Case(NamedTuple):
 
     def loader(self, steps):
         """Batches in pinned memory, a few that come again and again."""
-        torch.manual_seed(0)
-        few = [tuple(one.pin_memory() for one in self.batches()) for _ in range(4)]
+        few = pinned(self.batches)
         return Batches([few[number % 4] for number in range(steps)])
+
+
+@functools.cache
+def pinned(batches):
+    """Four batches, made once: images of a large batch take longer to draw than to train on."""
+    torch.manual_seed(0)
+    return [tuple(one.pin_memory() for one in batches()) for _ in range(4)]
 
 
 def mlp():
@@ -94,7 +103,8 @@ def predict(network, windows):
 
 def gpt(batch):
     sizes = Sizes(50304, context=512, layers=12, width=768, heads=12, batch=batch)
-    return lambda: sizes.network(torch.device("cpu"), loss=torch_loss)
+    first = functools.cache(lambda: sizes.network(torch.device("cpu"), loss=torch_loss))
+    return lambda: copy.deepcopy(first())
 
 
 CASES = {
@@ -260,6 +270,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="begin no cell that would end later, by the longest so far"
+    )
     parser.add_argument("--out", type=Path, help="write the results as JSON too, after each cell")
     parser.add_argument("--quick", action="store_true", help="a few steps of the smallest network: shows that it works")
     arguments = parser.parse_args()
@@ -269,14 +282,17 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     rows = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     done = {(row["network"], row["precision"]) for row in rows}
+    end, longest = time.monotonic() + 60 * arguments.minutes, 0.0
     for network in ["mlp"] if arguments.quick else arguments.only.split(","):
         for precision in arguments.precisions.split(","):
-            if (network, precision) in done:
+            if (network, precision) in done or time.monotonic() + longest > end:
                 continue
+            begun = time.monotonic()
             case = QUICK if arguments.quick else CASES[network]
             times = measure(case, precision, arguments.rounds)
             rows.append({"network": network, "precision": precision, "rounds": arguments.rounds, "wall_ms": times})
-            print(network, precision, times, flush=True)
+            longest = max(longest, time.monotonic() - begun)
+            print(network, precision, times, f"{time.monotonic() - begun:.0f} s", flush=True)
             if arguments.out:
                 arguments.out.write_text(json.dumps({**about(), "rows": rows}, indent=1) + "\n")
 

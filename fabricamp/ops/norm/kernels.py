@@ -101,7 +101,8 @@ class Kernels:
         self.norm = norm
         self._width = norm.width
         self._output = None if norm.output == norm.input else norm.output
-        self._parameters = norm.weight + norm.bias
+        self._columns = norm.width * (norm.weight + norm.bias)
+        """Sums of them are the gradients of weight and bias."""
         without_backward = norm._replace(efficient=False)  # backward alone differs
         self._forward = functools.cache(functools.partial(_forward, without_backward))
         self._backward = functools.cache(functools.partial(_backward, norm))
@@ -110,7 +111,7 @@ class Kernels:
         """Returns ``x`` with each row normalised, and what did it, fp32: means (of LayerNorm), then one over each deviation."""
         norm, rows = self.norm, x.numel() // self._width
         output = torch.empty_like(x) if self._output is None else torch.empty_like(x, dtype=self._output)
-        statistics = torch.empty(2 * rows if norm.center else rows, dtype=torch.float32, device=norm.device)
+        statistics = x.new_empty(2 * rows if norm.center else rows, dtype=torch.float32)
         of_x, of_weight, of_bias = _place(x), _place(weight), _place(bias)
         means = statistics.data_ptr()
         roots = means + 4 * rows if norm.center else means
@@ -143,17 +144,13 @@ class Kernels:
         operands = above, kept, means, means + 4 * rows if norm.center else means, factor, shift
         launch = self._backward(aligned, sums)
         if launch is None:
-            partials = self._read_twice(operands, of_input.data_ptr(), rows, eps, aligned=aligned, sums=sums)
+            partials = self._read_twice(operands, of_input, rows, eps, aligned=aligned, sums=sums)
         else:
             parts = min(-(-rows // launch.rows), launch.parts)
-            partials = self._partials(parts) if sums else None
+            partials = of_input.new_empty(self._columns * parts, dtype=torch.float32) if sums else None
             blocks, summed = parts * launch.cluster, 0 if partials is None else partials.data_ptr()
             launch.run.launch(blocks, launch.threads, *operands, of_input.data_ptr(), summed, rows, eps)
         return of_input, *((None, None) if partials is None else self._finished(partials, weight, bias))
-
-    def _partials(self, parts: int) -> Tensor:
-        """Memory for the sums of columns over so many parts of the rows."""
-        return torch.empty(parts, self._parameters * self._width, dtype=torch.float32, device=self.norm.device)
 
     def _finished(
         self, partials: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -162,8 +159,9 @@ class Kernels:
         of_weight = None if weight is None else torch.empty_like(weight)
         of_bias = None if bias is None else torch.empty_like(bias)
         self._finish.launch(
-            -(-self._width * self._parameters // 32), 1024,
-            partials.data_ptr(), _place(of_weight), _place(of_bias), partials.shape[0], self._width,
+            -(-self._columns // 32), 1024, partials.data_ptr(),
+            0 if of_weight is None else of_weight.data_ptr(), 0 if of_bias is None else of_bias.data_ptr(),
+            partials.numel() // self._columns, self._width,
         )  # fmt: skip
         return of_weight, of_bias
 
@@ -174,17 +172,17 @@ class Kernels:
         return _finish(norm.parameter, norm.weight, norm.bias, norm.device)
 
     def _read_twice(
-        self, operands: tuple[int, ...], of_input: int, rows: int, eps: float, *, aligned: bool, sums: bool
+        self, operands: tuple[int, ...], of_input: Tensor, rows: int, eps: float, *, aligned: bool, sums: bool
     ) -> Tensor | None:
         """Writes the gradient of the input; returns sums of columns over parts of the rows."""
         wide = _wide(self.norm, aligned, sums)
         parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
-        shares = torch.empty(rows, 2, dtype=torch.float32, device=self.norm.device)
-        partials = self._partials(parts) if sums else None
+        shares = of_input.new_empty(2 * rows, dtype=torch.float32)
+        partials = of_input.new_empty(self._columns * parts, dtype=torch.float32) if sums else None
         summed, shared = 0 if partials is None else partials.data_ptr(), shares.data_ptr()
         wide.row_sums.run.launch(rows, wide.row_sums.threads, *operands, shared, eps)
         blocks = parts * wide.tiles
-        wide.columns.run.launch(blocks, wide.columns.threads, *operands, shared, of_input, summed, rows, eps)
+        wide.columns.run.launch(blocks, wide.columns.threads, *operands, shared, of_input.data_ptr(), summed, rows, eps)
         return partials
 
 
