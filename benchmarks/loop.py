@@ -111,11 +111,11 @@ CASES = {
     "mlp": Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 600),
     **{
         f"resnet50-{batch}": Case(
-            lambda: resnet50().to(memory_format=torch.channels_last), images(batch), classify, 40 if batch > 64 else 80
+            lambda: resnet50().to(memory_format=torch.channels_last), images(batch), classify, steps
         )
-        for batch in (8, 64, 256)
+        for batch, steps in ((8, 80), (64, 40), (256, 20))
     },
-    **{f"gpt2-{batch}": Case(gpt(batch), words(batch), predict, 60 if batch == 1 else 30) for batch in (1, 16)},
+    **{f"gpt2-{batch}": Case(gpt(batch), words(batch), predict, steps) for batch, steps in ((1, 60), (16, 20))},
 }
 QUICK = Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 20)
 

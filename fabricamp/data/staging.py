@@ -33,9 +33,12 @@ class Staging:
     def put(self, batch: Any) -> list[Any]:
         """Prepares a batch; returns what :meth:`take` takes."""
         side, prepare = self._side, self._prepare
-        if side is None or (not self._hooked and is_small(batch)):
-            return [batch if prepare is None else prepare(batch), None]
-        stream, copied = stream_in_use(side.device), torch.cuda.Event()
+        if side is None:
+            return [batch if prepare is None else prepare(batch)]
+        stream = stream_in_use(side.device)
+        if not self._hooked and is_small(batch):
+            return [batch if prepare is None else prepare(batch), stream]
+        copied = torch.cuda.Event()
         if self._hooked or lies_on_gpu(batch):
             # Also keeps memory that tensors nobody knows of have left from being written to while a step reads it.
             side.wait_stream(stream)
@@ -50,11 +53,12 @@ class Staging:
 
     def take(self, staged: list[Any]) -> Any:
         """Returns the batch for the stream in use, and leaves ``staged`` empty."""
-        ready, copied, *_ = staged
-        if copied is not None and self._side is not None:
-            stream = stream_in_use(self._side.device)
-            stream.wait_event(copied)
-            record_stream(ready, stream)
+        ready = staged[0]
+        if self._side is not None:
+            stream, behind = stream_in_use(self._side.device), staged[1]
+            if behind is not stream:  # an event of the side stream, or a stream that is not the step's any more
+                stream.wait_event(behind) if isinstance(behind, torch.cuda.Event) else stream.wait_stream(behind)
+                record_stream(ready, stream)
         staged.clear()
         return ready
 

@@ -8,7 +8,7 @@ import multiprocessing
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -85,6 +85,7 @@ def flagged(batches):
     return [(batch, index == len(batches) - 1) for index, batch in enumerate(batches)]
 
 
+@settings(deadline=None)  # an example takes what the machine leaves it
 @given(
     size=st.integers(1, 8),
     limit=st.one_of(st.integers(0, 10), st.just(math.inf)),
@@ -328,6 +329,23 @@ class TestPrefetch:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         assert torch.cat(results).tolist() == [2.0 * (index + 1) for index in range(48)]
+
+    def test_a_small_batch_that_is_taken_on_another_stream_is_there(self):
+        def prepare(batch):
+            torch.cuda._sleep(20_000_000)
+            return self.move(batch)
+
+        batches = iter(
+            Feed(
+                [torch.full((8,), float(index)) for index in range(4)], prepare=prepare, prefetch=1, device=self.device
+            )
+        )
+        results = []
+        for stream in [torch.cuda.Stream(self.device) for _ in range(4)]:
+            with torch.cuda.stream(stream):
+                results.append(next(batches) * 2)
+        torch.cuda.synchronize()
+        assert [one.tolist() for one in results] == [[2.0 * index] * 8 for index in range(4)]
 
     def test_the_step_waits_for_a_slow_copy(self):
         def prepare(batch):
