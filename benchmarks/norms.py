@@ -1,6 +1,7 @@
 """LayerNorm, RMSNorm and cross-entropy beside torch's: GPU ms and share of the copy bandwidth, forward, backward and both.
 
     python benchmarks/norms.py [--only layer_norm,rms_norm] [--widths 768,4096] [--dtypes bfloat16] [--quick] [--out FILE]
+    python benchmarks/norms.py --host                              (what a call of the norms takes the host, at 4096 x 768; seconds)
     python benchmarks/norms.py --write-dispatch fabricamp/ops/dispatch.json      (the table that the package brings; minutes)
 
 GPU ms: events around passes that were queued behind a sleeping kernel, so that no launch gap counts; kernels and torch in turn,
@@ -12,6 +13,8 @@ measured for the shapes of MODELS alone: it compiles for seconds.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import platform
 import statistics
@@ -148,6 +151,27 @@ def measure(subject: Subject, rows: int, width: int, dtype: torch.dtype, *, comp
     return medians
 
 
+def on_the_host(calls: int = 200, rounds: int = 15) -> None:
+    """Prints us of the host that a forward and backward pass takes to launch, ours and torch's in turn: medians, and the least."""
+    for name, dtype in itertools.product(("layer_norm", "rms_norm"), (torch.bfloat16, torch.float32)):
+        subject = SUBJECTS[name]
+        operands, upstream = subject.operands(4096, 768, dtype)
+        for way in ("both", "forward"):
+            taken: dict[str, list[float]] = {"ours": [], "torch": []}
+            for turn, who in itertools.product(range(rounds + 2), taken):
+                function = subject.ours if who == "ours" else subject.torchs
+                step = steps_of(Pass(functools.partial(function, *operands), operands, upstream))[way]
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    step()
+                if turn > 1:  # the first ones compile
+                    taken[who].append(1e6 * (time.perf_counter() - begun) / calls)
+            found = "  ".join(f"{who} {statistics.median(one):6.1f} ({min(one):6.1f})" for who, one in taken.items())
+            share = statistics.median(taken["ours"]) / statistics.median(taken["torch"])
+            print(f"{name:11} {dispatch.name_of(dtype):9} {way:8} host us: {found}  {share:.2f}", flush=True)
+
+
 def copy_bandwidth() -> float:
     """GB/s of a large device-to-device copy, read and written bytes counted."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_(0, 255)
@@ -230,6 +254,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--quick", action="store_true", help="one small shape of each, to see that all runs")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--host", action="store_true", help="the host's time of a call of the norms, and nothing else")
     parser.add_argument(
         "--write-dispatch", type=Path, metavar="FILE", help="measure the dispatch table and put it there"
     )
@@ -237,6 +262,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA GPU here")
     torch.manual_seed(0)
+    if arguments.host:
+        on_the_host()
+        return
     if arguments.write_dispatch:
         device = torch.device("cuda", torch.cuda.current_device())
         dispatch.write(arguments.write_dispatch, dispatch.capability(device), measure_card(device))
