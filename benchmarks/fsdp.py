@@ -11,9 +11,9 @@ Llama 3 8B's shape, for their peak memory, and writes and reads checkpoints of t
 
 Step ms: wall time of all measured steps together.  Update ms: what lies on the GPU between the end of backward and the end of
 the update, clipping included, by events.  Host ms: what the host takes from the end of backward to the end of the step's calls.
-Of a checkpoint: seconds of a save that training waits for; of one beside it, the first and another, how long training waits and
-when it is on the disk; of a run from its set-up to its first batch, without and with a checkpoint.  All are rank 0's; of update
-and host the median.  A cell that is in ``--out`` already is not measured again: the command may be cut and repeated.
+Of a checkpoint: seconds of a save that training waits for; of the first one beside it, how long training waits (for its pinned
+memory too) and when it is on the disk; of a run from its set-up to its first batch, without and with a checkpoint.  All are rank
+0's; of update and host the median.  A cell that is in ``--out`` already is not measured again: the command may be cut and repeated.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def by_trainer(
 ) -> int:
     """Runs a fit; returns how many parameters the network has."""
     trainer = Trainer(
-        strategy=FSDP([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
+        strategy=Sharded([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision=level,
         accelerator=accelerator,
         devices="auto",
@@ -245,8 +245,16 @@ def by_hand(cell: Cell, fused: bool, clock: Clock, steps: int, device: torch.dev
     return sum(one.numel() for one in net.parameters())
 
 
+class Sharded(FSDP):
+    """Keeps nobody waiting behind the last step: the weights that were trained are of no use."""
+
+    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
+        """Gives the module back without its values."""
+        super().unshard_module(module, whole=False)
+
+
 class Saves(AsyncCheckpoint):
-    """Behind the second step a save that training waits for, behind the third and the sixth one beside it."""
+    """Behind the second step a save that training waits for, behind the third one beside it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "beside", every_n_train_steps=3, save_top_k=0, save_last=True)
@@ -261,12 +269,11 @@ class Saves(AsyncCheckpoint):
         if step == 2:
             trainer.save_checkpoint(self.path)
             self.seconds["save_s"] = time.perf_counter() - began
-        if step in (3, 6):
+        if step == 3:
             synchronize(trainer.strategy.root_device)
-            name = "first" if step == 3 else "again"
-            self.seconds[f"{name}_held_s"] = time.perf_counter() - began
+            self.seconds["held_s"] = time.perf_counter() - began
             self._settle(trainer)
-            self.seconds[f"{name}_written_s"] = time.perf_counter() - began
+            self.seconds["written_s"] = time.perf_counter() - began
 
 
 class Opened(Callback):
@@ -297,7 +304,7 @@ def saved(cell: Cell, accelerator: str) -> dict[str, float]:
     folder = Path(box[0])
     saves, without, loaded = Saves(folder), Opened(), Opened()
     try:
-        by_trainer(cell, "O5", 6, accelerator, without, saves)
+        by_trainer(cell, "O5", 4, accelerator, without, saves)
         by_trainer(cell, "O5", 3, accelerator, loaded, ckpt_path=saves.path)
         size = sum(one.stat().st_size for one in Path(saves.path).rglob("*"))
     finally:
@@ -315,7 +322,6 @@ def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
     if way == SAVED:
         result = saved(cell, accelerator)
     elif way in OURS:
-        # Within the group that is there; the module that comes back whole in host memory is not timed.
         result = clock.result(cell, by_trainer(cell, OURS[way], cell.steps, accelerator, Timing(clock)))
     else:
         result = clock.result(cell, by_hand(cell, way == "fused", clock, cell.steps, device))
@@ -342,12 +348,13 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rows = json.loads(options.out.read_text())["rows"] if options.out is not None and options.out.exists() else []
     done = {(row["network"], row["way"]) for row in rows}
-    for name, way in product(options.cells, options.ways):
+    for way, name in product(options.ways, options.cells):
         if (name, way) in done or not is_wanted(name, way):
             continue
         cell = CELLS[name]
         found = measured(TINY._replace(llama=cell.llama) if options.quick else cell, way, device)
         rows.append({"network": name, "way": way, **found})
+        rows.sort(key=lambda row: (list(CELLS).index(row["network"]), WAYS.index(row["way"])))
         if dist.get_rank() == 0:
             print(name, way, found, flush=True)
             if options.out is not None:

@@ -251,10 +251,8 @@ def checkpoints(row):
     """Seconds that a checkpoint of sharded weights takes."""
     names = {
         "save_s": "a save that training waits for",
-        "first_held_s": "the first beside it: training waits",
-        "first_written_s": "and it is on the disk after",
-        "again_held_s": "another beside it: training waits",
-        "again_written_s": "and it is on the disk after",
+        "held_s": "the first beside it: training waits",
+        "written_s": "and it is on the disk after",
         "begin_s": "a run from its set-up to its first batch",
         "begin_from_checkpoint_s": "one that goes on from a checkpoint",
     }
