@@ -49,15 +49,18 @@ __all__ = [
     "global_optimizer_pre_hooks",
     "is_batched_gradient",
     "is_traceable_wrapper_subclass",
+    "keep_whole_gradient",
     "left_by_functorch",
     "profiler_enabled",
     "record_memory",
     "sharded_modules",
+    "sharded_parameters",
     "sleep_on_gpu",
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
     "unobserved_apply",
+    "whole_gradient",
     "with_part",
     "write_memory",
 ]
@@ -185,6 +188,26 @@ def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:
 
     found: MutableMapping[torch.nn.Module, Any] = _composable_state._module_state_mapping
     return found
+
+
+def sharded_parameters(module: Any) -> list[Any]:
+    """Returns torch's records of the parameters that ``fully_shard`` gathers with ``module``."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)
+
+
+def whole_gradient(record: Any) -> torch.Tensor | None:
+    """Returns the gradient that backward has left whole, where it was not to be exchanged; None where there is none."""
+    kept: torch.Tensor | None = record.unsharded_accumulated_grad
+    unsharded = getattr(record, "_unsharded_param", None)
+    return kept if kept is not None or unsharded is None else unsharded.grad
+
+
+def keep_whole_gradient(record: Any, gradient: torch.Tensor | None) -> None:
+    """Makes ``gradient`` what backward has left whole; None: nothing."""
+    record.unsharded_accumulated_grad = gradient
+    if (unsharded := getattr(record, "_unsharded_param", None)) is not None:
+        unsharded.grad = None
 
 
 def with_part(shard: Any, part: torch.Tensor) -> torch.Tensor:

@@ -105,3 +105,14 @@ def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Te
     }
     placing.read()
     return placed
+
+
+def read_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tensor) -> Tensor:
+    """Returns the gradient ``saved`` of a checkpoint's open window, read whole where it is on disk."""
+    if not saved.is_meta:
+        return saved
+    from fabricamp.checkpoint.folder import fill
+
+    found = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+    fill(places.normal(path), checkpoint, {f"loops/fit/window/gradients/{name}": found})
+    return found

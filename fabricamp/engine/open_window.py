@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fabricamp.checkpoint.placing import placed_gradients
+from fabricamp.checkpoint.placing import placed_gradients, read_gradient
 from fabricamp.checkpoint.record import Section
 from fabricamp.ops.shards import is_shard, local
 
@@ -73,7 +73,7 @@ class OpenWindow(Section):
         assert self.update is not None
         window = loop["window"]
         if self._strategy.checkpoint_form == "folder":
-            window = _for_shards(checkpoint, path, self._module)
+            window = _for_shards(checkpoint, path, self._module, self._strategy)
         problem = _given_back(window, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
@@ -89,7 +89,14 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
     window = update.window_state()
     if window is None:
         return None
-    parameters = dict(module.named_parameters())
+    whole, parameters = strategy.whole_gradients(), dict(module.named_parameters())
+    if whole:
+        return {
+            **window,
+            "gradients": whole,
+            "held": strategy.all_gather_object(sorted(whole)),
+            "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
+        }
     held = [name for name, parameter in parameters.items() if parameter.grad is not None]
     everywhere = strategy.all_gather_object(held)
     wanted = {name for names in everywhere for name in names}
@@ -115,8 +122,11 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
     """
     same_ranks = len(window["held"]) == strategy.world_size
     own = strategy.rank if same_ranks else None
-    parameters, gradients = dict(module.named_parameters()), window["gradients"]
-    if not window.get("sharded"):
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    gradients = window["gradients"]
+    if window.get("whole"):
+        parameters = strategy.places_of_whole_gradients()
+    elif not window.get("sharded"):
         gradients = {name: _unstacked(stacked, own) for name, stacked in gradients.items()}
     for name, gradient in gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
@@ -125,6 +135,9 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
         return problem
     held = window["held"][strategy.rank] if same_ranks else gradients
     strategy.note_window(begun=True)
+    if window.get("whole"):
+        strategy.take_whole_gradients(gradients)
+        return ""
     for name in held:
         parameter = parameters[name]
         parameter.grad = copied = gradients[name].to(parameter.device, copy=True)
@@ -149,12 +162,21 @@ def at_offset(tensor: Tensor, offset: int) -> Tensor:
     return memory[start:].view(tensor.shape).copy_(tensor)
 
 
-def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule) -> dict[str, Any]:
-    """The open window of ``checkpoint`` with gradients as a sharded module has them, averaged over the ranks that wrote them."""
+def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, strategy: Strategy) -> dict[str, Any]:
+    """The open window of ``checkpoint`` with gradients as a sharded module has them, averaged over the ranks that wrote them.
+
+    Those that are kept whole are each rank's own, where there are as many ranks.
+    """
     fit = checkpoint["loops"]["fit"]
     window = fit["window"]
     if not window.get("sharded"):
-        averaged = {name: _unstacked(stacked, None) for name, stacked in window["gradients"].items()}
+        stored = any(one.is_meta for one in window["gradients"].values())
+        places = strategy.places_of_whole_gradients() if len(window["held"]) == strategy.world_size else {}
+        if stored and places:
+            return {**window, "gradients": placed_gradients(checkpoint, path, places), "whole": True}
+        averaged = {}
+        for name, stacked in window["gradients"].items():
+            averaged[name] = _unstacked(read_gradient(checkpoint, path, name, stacked), None)
         window = {**window, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * len(window["held"])}
         checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": window}}}
     return {**window, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}

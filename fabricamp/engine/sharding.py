@@ -90,7 +90,7 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
             "gradients that are in host memory are not judged; give 'O0', 'O4' or 'O5' with nan_policy=None"
         )
     if level is None:
-        return ShardPlan(filled_later=filled_later)
+        return ShardPlan(accumulates=session.settings.accumulates, filled_later=filled_later)
     kept: list[nn.Module] = []
     if level.cast_model_type is not None:
         choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
@@ -104,5 +104,6 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         compute_dtype=level.cast_model_type or level.autocast,
         stored_dtype=None if level.master_weights else level.cast_model_type,
         kept=frozenset(kept),
+        accumulates=session.settings.accumulates,
         filled_later=filled_later,
     )

@@ -56,6 +56,8 @@ class ShardPlan:
     """What trained parameters are cast to before they are sharded; None: they stay what they are, masters at O2 and O5."""
     kept: Collection[nn.Module] = ()
     """Modules whose own parameters are gathered as they are."""
+    accumulates: bool = False
+    """Whether windows have several micro-batches."""
     filled_later: bool = False
     """Whether a checkpoint's weights follow, so that parameters need no first values."""
 
@@ -257,6 +259,17 @@ class Strategy(NamesKeywords):
 
         In a resumed run, where a window was dropped, and behind a replay of a CUDA graph.
         """
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Returns gradients of an open window that sharded parameters do not have yet, by name: stacked over ranks, one each."""
+        return {}
+
+    def places_of_whole_gradients(self) -> dict[str, Tensor]:
+        """Returns what :meth:`whole_gradients` may return, without values; empty where gradients are not kept whole."""
+        return {}
+
+    def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
+        """Goes on with what :meth:`whole_gradients` returned on as many ranks."""
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Ends the exchange of a window's gradients and says where the update finds them.

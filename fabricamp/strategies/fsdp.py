@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -13,20 +14,22 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import whole as all_of
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.first_values import FirstValues, fills_others
+from fabricamp.strategies.fsdp_options import checked_classes, checked_copies, checked_flag, checked_reshard
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
 from fabricamp.strategies.tensor_parallel import TENSOR, checked, split_layers
 from fabricamp.strategies.units import Unit, described, of_classes, own_modules, units_of
+from fabricamp.strategies.whole_gradients import WholeGradients, fits, memory_of
 from fabricamp.torch_private import checkpoint_activations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from fabricamp.strategies.base import ShardPlan
 
-_ZERO_NAMES: Final = {"zero3": True, "zero2": False}
 _CPU: Final = torch.device("cpu")
 _BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
@@ -77,14 +80,14 @@ class FSDP(ProcessGroupStrategy):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
-        self.units = units if units == "auto" else _checked_classes("units", units)
-        self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
-        self.replicate = _checked_copies(replicate)
-        self.offload = _checked_flag(offload)
+        self.units = units if units == "auto" else checked_classes("units", units)
+        self.activation_checkpointing = checked_classes("activation_checkpointing", activation_checkpointing)
+        self.replicate = checked_copies(replicate)
+        self.offload = checked_flag(offload)
         self.parallelize, self.tensor_parallel = parallelize, checked(parallelize, tensor_parallel)
         if self.offload and parallelize is not None:
             raise ConfigError("FSDP(offload=True, parallelize=...) is not offered: leave one of them out")
-        self.reshard_after_forward = _checked_reshard(reshard_after_forward)
+        self.reshard_after_forward = checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
         self._steps: dict[str, Any] = {}
         self._module: nn.Module | None = None
@@ -92,6 +95,7 @@ class FSDP(ProcessGroupStrategy):
         self._dtypes: dict[str, torch.dtype] = {}
         self._mesh: Any = None
         self._meshes: list[Any] = []
+        self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
@@ -133,11 +137,12 @@ class FSDP(ProcessGroupStrategy):
             )
         self._undo.note()
         self._wrap_steps(module)
-        return self._told(module, kinds, sizes)
+        accumulation = self._choose_accumulation(module) if plan.accumulates else ""
+        return self._told(module, kinds, sizes) + accumulation
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
         """Gives the module back plain, as it came; rank 0 has its ``whole`` parameters, in host memory."""
-        undo, self._undo, self._module = self._undo, None, None
+        undo, self._undo, self._module, self._whole = self._undo, None, None, None
         if undo is None:
             return
         for name, before in self._steps.items():
@@ -198,13 +203,35 @@ class FSDP(ProcessGroupStrategy):
             )
         return step
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients stay whole, where memory allows that; else they are exchanged behind each micro-batch."""
+        return contextlib.nullcontext() if self._whole is None else self._whole
+
+    def note_window(self, *, begun: bool) -> None:
+        """Lets go of whole gradients of a window that was dropped."""
+        if self._whole is not None and not begun:
+            self._whole.forget()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Returns gradients that are kept whole until the end of the open window, by name, stacked over the ranks."""
+        return {} if self._whole is None else self._whole.stacked()
+
+    def places_of_whole_gradients(self) -> dict[str, Tensor]:
+        """Returns what :meth:`whole_gradients` may return, without values; empty where gradients are not kept whole."""
+        return {} if self._whole is None else self._whole.places()
+
+    def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
+        """Goes on with what :meth:`whole_gradients` returned on as many ranks."""
+        if self._whole is not None:
+            self._whole.take(stacked)
+
     def refuses_graph(self) -> str:
         """Returns that nothing is captured."""
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
 
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
-        self._undo = self._module = None
+        self._undo = self._module = self._whole = None
         self._steps = {}
         # Nobody may hold the group beyond this: torch's states hold each other, and the mesh is the optimizers' too.
         gc.collect()
@@ -297,6 +324,17 @@ class FSDP(ProcessGroupStrategy):
                 self._steps[name] = vars(module).get(name)
                 vars(module)[name] = _gathering(module, name)
 
+    def _choose_accumulation(self, module: nn.Module) -> str:
+        """Decides where gradients of a window are exchanged; returns the words that tell of it."""
+        trained = sum(4 * one.numel() for one in module.parameters() if one.requires_grad)
+        memory = memory_of(self.device, self.environment.local_world_size)
+        here = not self.offload and self.parallelize is None
+        fit = here and fits(trained, self.world_size // self.replicate, memory)
+        if not min(self.all_gather_object(fit)):
+            return f"; gradients are exchanged behind each micro-batch: whole they are {_bytes(trained)}"
+        self._whole = WholeGradients(module, self._mesh)
+        return f"; gradients of a window are kept whole, {_bytes(trained)}, and exchanged at its end"
+
     def _told(self, module: nn.Module, kinds: str, sizes: Sequence[int]) -> str:
         here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
         kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
@@ -346,38 +384,3 @@ def _bytes(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number} bytes"
-
-
-def _checked_classes(name: str, given: object) -> list[type[nn.Module]]:
-    listed = list(given) if isinstance(given, (list, tuple, set)) else []
-    wrong = [one for one in listed if not (isinstance(one, type) and issubclass(one, nn.Module))]
-    if wrong or not isinstance(given, (list, tuple, set)) or (name == "units" and not listed):
-        also = "'auto', or " if name == "units" else ""
-        raise ConfigError(
-            f"FSDP({name}={given!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
-        )
-    return listed
-
-
-def _checked_flag(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"FSDP(offload={value!r}) has to be True (parts are in host memory) or False")
-
-
-def _checked_copies(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise ConfigError(
-        f"FSDP(replicate={value!r}) has to be a whole number from 1: how many copies of the module there are"
-    )
-
-
-def _checked_reshard(value: object) -> bool | int:
-    named = _ZERO_NAMES.get(value, value) if isinstance(value, str) else value
-    if isinstance(named, bool) or (isinstance(named, int) and named > 1):
-        return named
-    raise ConfigError(
-        f"FSDP(reshard_after_forward={value!r}) has to be True ('zero3'), False ('zero2'), or a number of ranks above 1 that "
-        "divides that of all"
-    )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 
 import pytest
 import torch
 
-from fabricamp import seed_everything
+from fabricamp import Callback, seed_everything
 from fabricamp.callbacks import EMA, GradientMonitor, LearningRateMonitor, StochasticWeightAveraging
 from fabricamp.errors import NonFiniteError
 from fabricamp.loggers import Logger
-from fabricamp.strategies import FSDP
+from fabricamp.strategies import FSDP, fsdp
+from fabricamp.strategies.whole_gradients import fits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Net, SaveAt, flat
 from tests.small import loader, quiet_trainer
+
+WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB"), ("O5", "adamw")]
 
 
 class Normed(Net):
@@ -111,6 +116,44 @@ def blamed():
     return found
 
 
+class Watching(Callback):
+    """Behind how many micro-batches of the first window there are sharded gradients."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if len(self.seen) < 3:
+            self.seen.append(pl_module.blocks[0].up.weight.grad is not None)
+
+
+def accumulated(folder):
+    """Weights by level, whether gradients are kept whole, and how windows end; cut within a window, and gone on with either way."""
+    found, chosen = {}, fsdp.fits
+    for level, optimizer in WINDOWS:
+        for whole in (True, False):
+            fsdp.fits = lambda *_, whole=whole: whole
+            options = {"precision": level, "gradient_clip_val": 0.5, "partial_window": "drop" if whole else "step"}
+            path, watching = folder / f"{level}-{optimizer}-{whole}.ckpt", Watching()
+            cell = level, optimizer, whole
+            found[cell] = ended(Net, optimizer, "fsdp", 4, watching, SaveAt(path, 6), **options)
+            found["seen", cell] = watching.seen
+            found["resumed", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
+            fsdp.fits = lambda *_, whole=whole: not whole
+            found["other", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
+    fsdp.fits = chosen
+    return found
+
+
+def told(share):
+    said, chosen = io.StringIO(), fsdp.fits
+    fsdp.fits = lambda trained, sharing, memory: chosen(trained, sharing, int(memory * share))
+    with contextlib.redirect_stdout(said):
+        ended(Net, "sgd", "fsdp", 4, enable_model_summary=True, max_epochs=1)
+    fsdp.fits = chosen
+    return said.getvalue()
+
+
 def on_two_ranks(folder):
     gathered = FSDP(reshard_after_forward=False)
     found = {"averaged": averaged(gathered, 4, folder), "frozen": frozen("fsdp", 4), "monitored": monitored("fsdp", 4)}
@@ -121,6 +164,8 @@ def on_two_ranks(folder):
     found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 13))
     found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
     found["blamed"] = blamed()
+    found["accumulated"] = accumulated(folder)
+    found["told"] = told(1.0), told(1e-9)
     return found
 
 
@@ -182,6 +227,38 @@ def test_frozen_parameters_stay_what_they_are(ranks):
         own = ranks[0]["frozen"]["O3", "FusedAdam"][0][place : place + value.numel()]
         place += value.numel()
         assert name not in names or torch.equal(own, kept[name].detach().double().flatten()), name
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("window", WINDOWS, ids="-".join)
+def test_windows_are_those_of_one_process_exchanged_once_or_behind_each_micro_batch(ranks, window, whole):
+    found, cell = ranks[0]["accumulated"], (*window, whole)
+    level, optimizer = window
+    weights, limit = found[cell][0], 1e-6 if level == "O0" else 1e-2
+    options = {"precision": level, "gradient_clip_val": 0.5, "partial_window": "drop" if whole else "step"}
+    alone, _, _ = ended(Net, optimizer, "single", 8, **options)
+    assert (weights - alone).abs().max() < limit
+    assert found["seen", cell] == ([False, False, True] if whole else [True] * 3)
+    assert torch.equal(weights, found["resumed", cell][0])
+    assert (weights - found["other", cell][0]).abs().max() < limit
+
+
+def test_a_folder_within_a_window_of_whole_gradients_goes_on_in_one_process_and_in_four(ranks, folder):
+    path, options = folder / "O0-FusedAdam-True.ckpt", {"gradient_clip_val": 0.5, "partial_window": "drop"}
+    weights = ranks[0]["accumulated"]["O0", "FusedAdam", True][0]
+    alone, _, _ = ended(Net, "FusedAdam", "single", 8, ckpt_path=path, **options)
+    assert (weights - alone).abs().max() < 1e-6
+    (four, *_) = run_ranks(lambda: ended(Net, "FusedAdam", "fsdp", 2, ckpt_path=path, **options), 4)
+    assert (weights - four[0]).abs().max() < 1e-6
+
+
+def test_where_gradients_are_exchanged_is_told_and_follows_the_memory(ranks):
+    ample, scarce = ranks[0]["told"]
+    assert "; gradients of a window are kept whole, 14.4 kB, and exchanged at its end" in ample
+    assert "; gradients are exchanged behind each micro-batch: whole they are 14.4 kB" in scarce
+    assert fits(4 * 1_400_000_000, 2, 141 * 10**9)
+    assert not fits(4 * 6_900_000_000, 2, 141 * 10**9)
+    assert fits(4 * 6_900_000_000, 64, 141 * 10**9)
 
 
 def test_an_overflow_is_traced_to_its_parameter_on_every_rank(ranks):
