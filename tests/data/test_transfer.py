@@ -47,6 +47,8 @@ def tensors():
     return {
         "list": [torch.zeros(1), 3],
         "tuple": (torch.zeros(1), "word", None),
+        "flat": [torch.zeros(1), torch.zeros(2)],
+        "flat tuple": (torch.zeros(1), torch.zeros(2)),
         "pair": Pair(torch.zeros(1), [torch.zeros(1)]),
         "ordered": collections.OrderedDict(a=torch.zeros(1), b=1.5),
         "default": collections.defaultdict(list, a=torch.zeros(1)),
@@ -65,6 +67,8 @@ def test_every_container_moves_and_keeps_its_type():
     assert moved["list"][1] == 3
     assert moved["tuple"][0].is_meta
     assert moved["tuple"][1:] == ("word", None)
+    assert [one.shape for one in moved["flat"] if one.is_meta] == [(1,), (2,)]
+    assert [one.shape for one in moved["flat tuple"] if one.is_meta] == [(1,), (2,)]
     assert moved["pair"].x.is_meta
     assert moved["pair"].y[0].is_meta
     assert all(moved[name]["a"].is_meta for name in ("ordered", "default", "user", "proxy"))
