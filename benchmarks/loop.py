@@ -2,7 +2,8 @@
 
     python benchmarks/loop.py [--only mlp,resnet50-8,...] [--rounds 3] [--minutes 8] [--out results.json] [--quick]
 
-All ways share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied without a wait.  At O1
+All ways share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied without a wait; two more
+ways of the smallest network have their data on the GPU, by hand and in a ResidentLoader with eight steps a launch.  At O1
 torch's ways have autocast and a GradScaler, all of it within the bare graph too; O2 stands beside the same.  The Trainer and
 Lightning have everything on: bar, logger, a checkpoint callback with nothing to save in the measured steps, a `self.log` in each.
 Rounds are interleaved and each figure is the median.  With `--out`, cells that the file has are left out: a run may be cut,
@@ -36,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpt_curves import Sizes, torch_loss
 from benchmarks.models import resnet50
-from fabricamp import Callback, Trainer, TrainingModule
+from fabricamp import Callback, CudaGraph, Trainer, TrainingModule
+from fabricamp.data import ResidentLoader
 from fabricamp.optimizers import FusedAdam
 
 WARM_UP = 30
@@ -63,11 +65,18 @@ class Case(NamedTuple):
     batches: object
     loss: object
     steps: int
+    is_small: bool = False
+    """Whether its data fit onto the GPU."""
 
     def loader(self, steps):
         """Batches in pinned memory, a few that come again and again."""
         few = pinned(self.batches)
         return Batches([few[number % 4] for number in range(steps)])
+
+    def data(self, steps):
+        """The same samples in whole tensors, and the size of a batch."""
+        batches = self.loader(steps).batches
+        return [torch.cat(parts) for parts in zip(*batches, strict=True)], len(batches[0][0])
 
 
 @functools.cache
@@ -108,7 +117,7 @@ def gpt(batch):
 
 
 CASES = {
-    "mlp": Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 600),
+    "mlp": Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 600, is_small=True),
     **{
         f"resnet50-{batch}": Case(
             lambda: resnet50().to(memory_format=torch.channels_last), images(batch), classify, steps
@@ -117,7 +126,7 @@ CASES = {
     },
     **{f"gpt2-{batch}": Case(gpt(batch), words(batch), predict, steps) for batch, steps in ((1, 60), (16, 20))},
 }
-QUICK = Case(mlp, lambda: (torch.randn(4, 32), torch.randint(0, 2, (4,))), classify, 20)
+QUICK = CASES["mlp"]._replace(steps=20)
 
 
 class Stopwatch(Callback):
@@ -125,6 +134,10 @@ class Stopwatch(Callback):
 
     def __init__(self, steps):
         self.last = WARM_UP + steps - 1
+
+    def holds_at(self, global_step):
+        """Behind the warm-up, and behind the last step."""
+        return WARM_UP if global_step < WARM_UP else self.last + 1
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         """Starts behind the warm-up, and stops behind the last step."""
@@ -136,8 +149,11 @@ class Stopwatch(Callback):
             self.seconds = time.perf_counter() - self.start
 
 
-def by_hand(case, precision, *, graph):
-    """A loop as one writes it; ``graph``: its step captured, and two copies and a replay a step."""
+def by_hand(case, precision, *, graph, resident=False):
+    """A loop as one writes it; ``graph``: its step captured, and two copies and a replay a step.
+
+    ``resident``: the copies are gathers from data on the GPU, in a random order.
+    """
     amp = precision != "O0"
     torch.manual_seed(0)
     network = case.network().cuda()
@@ -167,9 +183,24 @@ def by_hand(case, precision, *, graph):
             optimizer.zero_grad()
             with torch.cuda.graph(captured, stream=stream):
                 step(*inputs)
+        chosen, data = [], []
+        if resident:
+            tensors, size = case.data(case.steps)
+            data = [one.cuda() for one in tensors]
+            chosen = torch.randperm(size * case.steps).cuda().split(size)
+
+        def gather(indices):
+            for own, one in zip(inputs, data, strict=True):
+                torch.index_select(one, 0, indices, out=own)
+
+        for indices in chosen[:1]:  # which loads the kernels
+            gather(indices)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for batch in loader[WARM_UP:]:
+        for indices in chosen:
+            gather(indices)
+            captured.replay()
+        for batch in () if resident else loader[WARM_UP:]:
             if graph:
                 for own, one in zip(inputs, batch, strict=True):
                     own.copy_(one, non_blocking=True)
@@ -200,15 +231,19 @@ def module_of(case, base, optimizer):
     return Module()
 
 
-def ours(case, precision, *, graph):
+def ours(case, precision, *, graph, resident=False):
     watch = Stopwatch(case.steps)
+    loader = case.loader(WARM_UP + case.steps)
+    if resident:
+        tensors, size = case.data(WARM_UP + case.steps)
+        loader = ResidentLoader(*tensors, batch_size=size, shuffle=True)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="gpu", devices=1, precision=precision, max_epochs=1, default_root_dir=folder, callbacks=[watch],
             gradient_clip_val=1.0, cuda_graph=graph,
         )  # fmt: skip
         module = module_of(case, TrainingModule, lambda parameters: FusedAdam(parameters, lr=1e-4, weight_decay=0.01))
-        trainer.fit(module, case.loader(WARM_UP + case.steps))
+        trainer.fit(module, loader)
     return watch.seconds
 
 
@@ -242,14 +277,19 @@ WAYS = {
     "fabricamp": lambda case, precision: ours(case, precision, graph=False),
     "fabricamp, graph": lambda case, precision: ours(case, precision, graph=True),
 }
+RESIDENT_WAYS = {
+    "bare graph, resident": lambda case, precision: by_hand(case, precision, graph=True, resident=True),
+    "fabricamp, steps=8": lambda case, precision: ours(case, precision, graph=CudaGraph(steps=8), resident=True),
+}
 
 
 def measure(case, precision, rounds):
     """Milliseconds a step of each way, the median of interleaved rounds; a way that cannot run is left out, with its error."""
-    found = {name: [] for name in WAYS}
+    ways = WAYS | RESIDENT_WAYS if case.is_small else WAYS
+    found = {name: [] for name in ways}
     missing = {}
     for _ in range(rounds):
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             if name in missing:
                 continue
             gc.collect()

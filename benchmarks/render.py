@@ -181,6 +181,8 @@ def loop(result):
     rows = []
     for row in result["rows"]:
         times = row["wall_ms"]
+        if "by hand" not in times:
+            continue
         shares = [
             f"{times[own] / times[other]:.2f}" if own in times and other in times else ""
             for own, other in (("fabricamp", "by hand"), ("fabricamp, graph", "bare graph"))
@@ -194,7 +196,23 @@ def loop(result):
         "the bare graph."
     )
     head = ["network and batch", "precision", "rounds", *ways, "eager", "graph"]
-    return f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
+    shown = f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
+    together = [row for row in result["rows"] if "fabricamp, steps=8" in row["wall_ms"]]
+    return f"{shown}\n\n{several_steps(together)}" if together else shown
+
+
+def several_steps(rows):
+    ways = ("bare graph, resident", "fabricamp, steps=8")
+    about = (
+        "With the data on the GPU: by hand a gather for each batch and the bare graph of one step, beside a ResidentLoader and\n"
+        "eight steps a launch."
+    )
+    cells = []
+    for row in rows:
+        times = [row["wall_ms"].get(way) for way in ways]
+        share = f"{times[1] / times[0]:.2f}" if all(times) else ""
+        cells.append([row["network"], row["precision"], *(f"{one:.3f}" if one else "" for one in times), share])
+    return f"{about}\n\n{table(['network', 'precision', *ways, 'steps=8'], cells)}"
 
 
 def loop_ranks(result):

@@ -22,6 +22,7 @@ class CudaGraph(NamesKeywords):
     Args:
         warmup: at which batch of a shape that shape is captured; those before it run eagerly, and are steps like all others.
         shapes: how many shapes of batches are captured at most; others run eagerly.
+        steps: how many steps one launch makes, where nothing has to happen between two of them; others are launched one by one.
         check_every: compares a replay with an eager step, bit by bit, every so many replays, on all ranks at the same; 0: the first
             one of a shape only.
         required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.
@@ -36,20 +37,29 @@ class CudaGraph(NamesKeywords):
 
     warmup: int
     shapes: int
+    steps: int
     check_every: int
     required: bool
 
-    def __init__(self, *, warmup: int = 11, shapes: int = 4, check_every: int = 0, required: bool = True) -> None:
+    def __init__(
+        self, *, warmup: int = 11, shapes: int = 4, steps: int = 1, check_every: int = 0, required: bool = True
+    ) -> None:
         for name, value, least in (
             ("warmup", warmup, _FEWEST_WARMUPS),
             ("shapes", shapes, 1),
+            ("steps", steps, 1),
             ("check_every", check_every, 0),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"CudaGraph({name}={value!r}) is not allowed; give a whole number from {least}")
         if not isinstance(required, bool):
             raise ConfigError(f"CudaGraph(required={required!r}) is not allowed (allowed: True, False)")
-        self.warmup, self.shapes, self.check_every, self.required = warmup, shapes, check_every, required
+        self.warmup, self.shapes, self.steps = warmup, shapes, steps
+        self.check_every, self.required = check_every, required
+
+    def one_by_one(self) -> CudaGraph:
+        """Returns these options with a launch for each step: for runs whose hooks look at every one."""
+        return CudaGraph(warmup=self.warmup, shapes=self.shapes, check_every=self.check_every, required=self.required)
 
 
 def as_cuda_graph(value: Any) -> CudaGraph | None:

@@ -101,6 +101,7 @@ class RunState:
         "batches_done",
         "capturing",
         "closed_at",
+        "committed",
         "dataloader_idx",
         "epoch",
         "epoch_ended",
@@ -160,6 +161,8 @@ class RunState:
         self.validated_at = -1
         # The ``batches_done`` at which the hooks of an epoch's end ran last: a resumed run makes up for those that did not.
         self.closed_at = -1
+        # So many micro-batches the run goes on in any case: a launch of several steps has been made, or they are read for one.
+        self.committed = 0
         # Batches done of the validation within fit that is running.
         self.evaluated = NOT_VALIDATING
         # The main thread may not pass so many micro-batches, and then validation batches, before the ranks agreed where to stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import Callback
@@ -55,6 +56,10 @@ class AmpState(Callback):
         self._due = trainer.global_step + 1
         verdicts = trainer.precision_plugin.verdicts
         self._skipped, self._overflowed_at = 0 if verdicts is None else verdicts.skipped_steps, -1
+
+    def holds_at(self, global_step: int) -> float:
+        """Never: verdicts are kept for each step of a launch."""
+        return math.inf
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int

@@ -46,6 +46,10 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
         self._beside = Beside(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
 
+    def holds_at(self, global_step: int) -> float:
+        """Where it saves next, or looks whether it is time to."""
+        return super().holds_at(global_step)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

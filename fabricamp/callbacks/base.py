@@ -88,6 +88,15 @@ class Callback(NamesKeywords):
     ) -> None:
         """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
+    def holds_at(self, global_step: int) -> float:
+        """The next step, from ``global_step`` on, behind which the batch hooks have to run before another step does.
+
+        Under ``CudaGraph(steps=...)`` no launch goes beyond it.  The batch hooks of a launch's steps run behind it, in their order:
+        they find weights, gradients and states of the module as the last of these steps left them.  A class whose hooks look at
+        none of these answers ``math.inf``; one that has batch hooks and does not override this is refused there.
+        """
+        return global_step + 1
+
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Before a validation run."""
 
@@ -206,6 +215,19 @@ CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")
 def decides_by_metrics(callback: Callback) -> bool:
     """Whether a callback is one of those that run last; one on Lightning's base has nothing that says so."""
     return getattr(callback, "monitors", None) is True
+
+
+def waits_between_steps(callback: object) -> bool:
+    """Whether batch hooks of a callback look at each step: those of a class without a :meth:`Callback.holds_at` beside them."""
+    names = ("on_train_batch_start", "on_train_batch_end")
+    if any(name in vars(callback) for name in names):
+        return True
+    for kind in type(callback).__mro__:
+        if "holds_at" in vars(kind) and kind is not Callback:
+            return False
+        if any(name in vars(kind) for name in names):
+            return kind is not Callback
+    return False
 
 
 def _accepts_none(key: str) -> bool:  # noqa: ARG001 - the signature of Callback.accepts_state_of

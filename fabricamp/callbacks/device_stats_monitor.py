@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,10 @@ class DeviceStatsMonitor(Callback):
                     "installed: pip install psutil, or give cpu_stats=False"
                 )
             read_cpu()  # psutil's percent is that since the call before
+
+    def holds_at(self, global_step: int) -> float:
+        """Never: it asks for the memory as it is."""
+        return math.inf
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Logs before a step whose metrics are logged too, at its number."""

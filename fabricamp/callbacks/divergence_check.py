@@ -46,6 +46,10 @@ class DivergenceCheck(Callback):
         self._next_step = trainer.global_step
         self._check_if_due(trainer, pl_module)
 
+    def holds_at(self, global_step: int) -> float:
+        """Where it checks next."""
+        return max(self._next_step, global_step + 1)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

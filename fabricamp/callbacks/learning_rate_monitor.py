@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.callbacks.base import Callback
@@ -61,6 +62,10 @@ class LearningRateMonitor(Callback):
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
         self._names = list(self._name_optimizers(trainer))
         self._next_step = self._due_after(trainer, trainer.global_step)
+
+    def holds_at(self, global_step: int) -> float:
+        """Never: rates are the host's."""
+        return math.inf
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Logs before the steps at which metrics are flushed, under the same step."""

@@ -62,7 +62,6 @@ class ModelCheckpoint(Callback):
     """
 
     monitors: ClassVar[bool] = True
-
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
@@ -254,6 +253,10 @@ class ModelCheckpoint(Callback):
         self._saved_step = step
         self._metrics_complete = self._validated = self._unjudged = self._told_of_zeros = False
         self._cadence.start(step)
+
+    def holds_at(self, global_step: int) -> float:
+        """Where it looks next whether it is to save."""
+        return max(self._cadence.next_look, global_step + 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int

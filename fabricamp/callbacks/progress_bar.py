@@ -118,6 +118,10 @@ class ProgressBar(Callback):
             self._draw(trainer)
         self._outdated = False
 
+    def holds_at(self, global_step: int) -> float:
+        """Never: it shows what is there."""
+        return math.inf
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,10 @@ class Timer(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """It is over."""
         self._end[RunningStage.TESTING] = time.monotonic()
+
+    def holds_at(self, global_step: int) -> float:
+        """Never: a launch of several steps ends before it stops the training."""
+        return math.inf
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int

@@ -94,6 +94,12 @@ class Feed:
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
+        self.counts_alone = (
+            not self._marks
+        )  # the number of batches done tells where a pass stands, whatever is read ahead
+        self.hooks_between = finish is not None or (
+            hooked and not prefetch
+        )  # hooks of the user run behind the step before
         self._ends_by_drawing = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,6 +145,11 @@ class Feed:
         if self._running is not None:
             self._running.close()
             self._running = None
+
+    @property
+    def length(self) -> int | float:
+        """How many batches a pass has from its beginning; inf where only reading them tells."""
+        return min(whole, self.limit) if (whole := _exact_length(self._loader)) < math.inf else whole
 
     @property
     def read_past(self) -> list[str]:

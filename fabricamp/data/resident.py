@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class ResidentLoader(NamesKeywords):
         self.seed = seed
         self.dataset_size = _common_size(data)
         self._device = next(tensors_within(data)).device
+        self._together = 1
         self._placed: dict[torch.device, Any] = {}  # shared with the loaders that are made of this one
         self._given = data
         order = SeededOrder(self.dataset_size, shuffle=self.shuffle, seed=seed or 0)
@@ -79,6 +80,10 @@ class ResidentLoader(NamesKeywords):
         made.sampler, made._device = sampler, device or self._device
         made._data()  # where they do not fit, before the first batch
         return made
+
+    def gather_together(self, batches: int) -> None:
+        """Lets so many batches be gathered at once from the next iteration on: parts of one tensor, each as by itself."""
+        self._together = batches
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
@@ -101,9 +106,10 @@ class ResidentLoader(NamesKeywords):
             indices = indices.pin_memory().to(self._device, non_blocking=True)
         else:
             indices = indices.to(self._device)
-        for start in range(0, end, size):
-            batch = gather(indices[start : start + size])
-            yield batch if transform is None else transform(batch)
+        step = size * self._together
+        for start in range(0, end, step):
+            for batch in gather(indices[start : min(start + step, end)], size):
+                yield batch if transform is None else transform(batch)
 
     def _data(self) -> Any:
         """The data on the device."""
@@ -125,17 +131,31 @@ def is_resident(loader: Any) -> bool:
     return all(isinstance(one, ResidentLoader) for one in members)
 
 
-def _gatherer(data: Any) -> Callable[[Tensor], Any]:
-    """Returns what gathers the samples of ``data`` at some indices: for the usual forms without looking at them again."""
+def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
+    """Returns what gathers the samples of ``data`` at some indices, in batches of a size: usual forms are looked at only now."""
     if isinstance(data, Tensor):
-        return functools.partial(data.index_select, 0)
+        return functools.partial(_gathered, data)
     if type(data) in (tuple, list):
         kind, parts = type(data), [_gatherer(one) for one in data]
-        return lambda indices: kind([gather(indices) for gather in parts])
+        return lambda indices, size: [
+            kind(one) for one in zip(*[gather(indices, size) for gather in parts], strict=True)
+        ]
     if type(data) is dict:
-        named = [(key, _gatherer(one)) for key, one in data.items()]
-        return lambda indices: {key: gather(indices) for key, gather in named}
-    return lambda indices: with_parts(data, lambda one: _gatherer(one)(indices))
+        names, columns = list(data), [_gatherer(one) for one in data.values()]
+        return lambda indices, size: [
+            dict(zip(names, one, strict=True))
+            for one in zip(*[gather(indices, size) for gather in columns], strict=True)
+        ]
+    return lambda indices, size: [_batch_of(data, each) for each in indices.split(size)]
+
+
+def _gathered(data: Tensor, indices: Tensor, size: int) -> Sequence[Tensor]:
+    found = data.index_select(0, indices)
+    return [found] if len(indices) <= size else found.unsafe_split(size)  # autograd takes them for tensors of their own
+
+
+def _batch_of(data: Any, indices: Tensor) -> Any:
+    return with_parts(data, lambda one: _gatherer(one)(indices, len(indices))[0])
 
 
 def _checked(value: Any) -> Any:

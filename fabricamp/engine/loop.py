@@ -171,7 +171,7 @@ class FitLoop:
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
         last = first > 0
         update.begin_epoch(first)
-        state.batches = enumerate(feed.behind(first), first)
+        state.batches = enumerate(update.read(feed.behind(first)), first)
         for batch_idx, batch in state.batches:
             state.batch, last = batch, feed.last
             if starts and self._skips(batch, batch_idx):
@@ -189,14 +189,20 @@ class FitLoop:
             stepped = update.stepped
             if stepped and state.global_step >= self._due:
                 self._after_step()
+            if state.batches_done < state.committed:  # nothing comes between this step and the next
+                update.stepped = False
+                continue
             if validates and self._validation_is_due(last) and self._validate():
                 last = False  # a run that goes on from here begins with this validation
                 break
-            if stepped or last:
-                update.stepped = False
-                if (state.should_stop or state.global_step >= settings.max_steps >= 0) and self._done(in_epoch=True):
-                    break
-                state.passed = state.batches_done
+            update.stepped, bounds = False, stepped or last
+            if (
+                bounds
+                and (state.should_stop or state.global_step >= settings.max_steps >= 0)
+                and self._done(in_epoch=True)
+            ):
+                break
+            state.passed = state.batches_done if bounds else state.passed
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
         began = state.global_step > steps or state.open_batches > 0
@@ -218,6 +224,11 @@ class FitLoop:
         skips = False
         for hook in self._batch_start:
             skips = hook(batch, batch_idx) == -1 or skips
+        if skips and self.state.batches_done < self.state.committed:
+            raise ConfigError(
+                "on_train_batch_start answered -1, and the rest of a launch of several steps cannot be skipped; let the callback's "
+                "holds_at name the step before, or give CudaGraph(steps=1)"
+            )
         return skips
 
     def _check_fed(self, *, trained: bool) -> None:

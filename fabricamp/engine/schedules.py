@@ -38,6 +38,11 @@ class Schedules:
         self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
 
     @property
+    def by_step(self) -> Sequence[SchedulerConfig]:
+        """Those that follow steps."""
+        return self._by_step
+
+    @property
     def follow_steps(self) -> bool:
         """Whether any of them steps by steps."""
         return bool(self._by_step)

@@ -41,7 +41,13 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
 
 
 def check_saving(session: Session) -> None:
-    """Raises :class:`CheckpointError` where a run is over whose ranks held parts: there is nothing left to write a folder from."""
+    """Raises :class:`CheckpointError` where weights and counters are not of one step, or nothing is left to write a folder from."""
+    state = session.trainer.state
+    if state.batches_done < state.committed:
+        raise CheckpointError(
+            f"save_checkpoint behind step {state.global_step}, within a launch of several steps: the weights are those of the "
+            "last; let the callback's holds_at name the step, or give CudaGraph(steps=1)"
+        )
     if session.closed and session.strategy.checkpoint_form == "folder":
         raise CheckpointError(
             f"save_checkpoint after a run with strategy={session.strategy.name!r}: its parts are gone with it; call it in a hook "

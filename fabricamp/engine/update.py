@@ -22,7 +22,7 @@ from fabricamp.precision.nonfinite import LossWatch
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.optim import Optimizer
 
@@ -85,6 +85,10 @@ class Update:
         self._forward = partial(precision.forward, step) if through else step
         if self.weights is not None:
             self._forward = self.weights.watched(self._forward)
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches of an epoch as the loop takes them."""
+        return batches
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""

@@ -57,6 +57,8 @@ def take_part(runner: Runner, trainer: Trainer) -> None:
     plan = the_plan()
     if plan is None:
         return
+    settings = runner.settings
+    settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, ModelCheckpoint)]
     trainer.callbacks.append(Recorder(plan, runner))

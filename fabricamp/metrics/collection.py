@@ -59,6 +59,8 @@ class Metrics(Recording):
         self._evaluated: list[tuple[Published, float]] = []
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
+        self.before_look: Callable[[], None] | None = None
+        """Puts the values of the step that hooks run for in place, where later ones were launched together with it."""
 
     def flush(self, step: int) -> None:
         """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
@@ -121,6 +123,8 @@ class Metrics(Recording):
 
     def _own_latest(self) -> Iterable[tuple[Published, Tensor]]:
         """This rank's latest values: of the step that runs, or what the hook of an epoch that runs has logged itself."""
+        if self.before_look is not None:
+            self.before_look()
         scope = self._state.scope
         table = self._tables.get(self._table_name())
         if table is None or scope in (Scope.NOWHERE, Scope.PREDICT):

@@ -19,7 +19,7 @@ _THREADS: Final = 256
 
 
 class Copies:
-    """Copies tensors into ``targets``, on one device: by one launch where these are few, small and dense, else as torch does.
+    """Copies tensors into ``targets``, on one device: by one launch where these are few, small and dense, else one a dtype.
 
     >>> targets = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
     >>> Copies(targets)([torch.ones(2), torch.tensor([3])])
@@ -28,7 +28,7 @@ class Copies:
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
-        self._targets = list(targets)
+        self._targets = _by_dtype(targets)
         self._kernel: Kernel | None = None
         few = 0 < len(targets) <= _MOST and {torch.strided} == {one.layout for one in targets}
         few = few and {Tensor} == set(map(type, targets)) and sum(one.nbytes for one in targets) <= _BYTES
@@ -44,12 +44,21 @@ class Copies:
         """Copies each of ``sources`` into its target, whose shape it has, without a wait."""
         run = self._kernel
         if run is None or [_kind(one) for one in sources] != self._kinds:
-            torch._foreach_copy_(self._targets, list(sources), non_blocking=True)
+            for places, own in self._targets:  # torch copies tensors of mixed dtypes one by one
+                torch._foreach_copy_(own, [sources[place] for place in places], non_blocking=True)
             return
         numbers = self._rest
         for source, place, size in zip(sources, self._places, self._sizes, strict=True):
             numbers = (source.data_ptr(), place, size, *numbers)
         run.launch(_BLOCKS * len(self._places), _THREADS, *numbers)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
+    """Returns the tensors of each dtype, and their places among all."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, one in enumerate(tensors):
+        places.setdefault(one.dtype, []).append(place)
+    return [(own, [tensors[place] for place in own]) for own in places.values()]
 
 
 def _kind(one: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:

@@ -272,6 +272,16 @@ class Table:
                 if self._is_read(one) and self._device_scalars is not None:
                     self._device_scalars[row, place].copy_(one.reshape(()), non_blocking=True)
 
+    @property
+    def scalars(self) -> Tensor:
+        """The scalars of every group on the device, fp64; whoever writes to them calls :meth:`forget_scalars`."""
+        assert self._device_scalars is not None
+        return self._device_scalars
+
+    def forget_scalars(self) -> None:
+        """Lets the next :meth:`set_scalars` upload them in any case."""
+        self._scalars = ()
+
     def _is_read(self, scalar: float | Tensor) -> TypeGuard[Tensor]:
         """Whether a scalar is in device memory, where the host cannot see what it is."""
         return isinstance(scalar, Tensor) and (scalar.device == self.device or scalar.device.type != "cpu")

@@ -16,6 +16,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
 from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
+from fabricamp.ops.table import Table
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
@@ -145,6 +146,15 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             return False
         set_scalars(parts, self._rule, self.param_groups)
         return True
+
+    def numbers(self, groups: Sequence[dict[str, Any]]) -> list[float | Tensor]:
+        """Returns what a step reads of ``groups``, like ``param_groups``, in the order of the scalars of :attr:`tables`."""
+        return [one for group in groups for one in self._rule(group).scalars()]
+
+    @property
+    def tables(self) -> list[Table]:
+        """What the kernels of a step work on, one a device; none where references run."""
+        return [part.table for part in self._parts or () if part.table is not None]
 
     def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
         gradients = part.take(every)

@@ -35,9 +35,13 @@ class Blame:
         self._last: Tensor | None = None
         self._slot = 0
 
+    def widen(self, slots: int) -> None:
+        """Remembers so many windows, as the ring has slots."""
+        self._looked = [None] * slots
+
     def note(self, window: int, looked: Looked) -> None:
         """Remembers what the statistics of the window with that number are of."""
-        self._slot = window % SLOTS
+        self._slot = window % len(self._looked)
         self._last, self._looked[self._slot] = looked
 
     def keep(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from fabricamp import ops
+from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.pinned import pinned_for_kernels
 from fabricamp.torch_private import stream_in_use
 
@@ -20,6 +23,9 @@ LAG: Final = 2
 PATIENCE: Final = 20
 """How many windows in a row may be skipped while the scale is at its floor."""
 SLOTS: Final = 4
+_LOOKS: Final = 2000
+"""How many times the host looks for a verdict in pinned memory before it naps in between, for so many seconds."""
+_NAP: Final = 5e-5
 INITIAL_SCALE: Final = 2.0**16
 FACTOR: Final = 2.0
 
@@ -82,7 +88,7 @@ class LossScaler:
         self.losses = [self.state]
         if num_losses > 1:
             self.losses = [ops.StepState.on(self.device, scale=scale, hysteresis=hysteresis) for _ in range(num_losses)]
-        self._make_ring()
+        self._make_ring(SLOTS)
         moves: dict[str, Any] = {
             "growth_interval": window,
             "minimum": minimum,
@@ -105,14 +111,26 @@ class LossScaler:
         self.overflow = Overflow(0, float("nan"), scale, -1)
         self.known = Verdict(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
 
-    def _make_ring(self) -> None:
+    def _make_ring(self, slots: int) -> None:
         cuda = self.device.type == "cuda"
-        self._ring = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
-        self._host = pinned_for_kernels(SLOTS, _WORDS, dtype=torch.int32) if cuda else self._ring
+        self._slots = slots
+        self._ring = torch.zeros(slots, _WORDS, dtype=torch.int32, device=self.device)
+        self._host = pinned_for_kernels(slots, _WORDS, dtype=torch.int32) if cuda else self._ring
         # As Python numbers, ten times as fast as by way of a tensor.
         words: Any = self._host.view(-1).numpy()
         self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
-        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
+        self._events = [torch.cuda.Event() for _ in range(slots)] if cuda else []
+        # The host looks into the ring for a verdict instead of waiting for an event, which would come behind a whole launch.
+        self._looks = slots > SLOTS and runs_kernels(self.device)
+
+    def widen(self, slots: int) -> None:
+        """Gives the ring so many slots, for windows that are launched together."""
+        saved = self._saved_ring()
+        self._make_ring(slots)
+        self._rule = dataclasses.replace(
+            self._rule, ring=self._ring, mirror=None if self._host is self._ring else self._host
+        )
+        self._load_ring(saved)
 
     @classmethod
     def for_level(cls, level: Level, device: torch.device, *, sticky: bool) -> LossScaler:
@@ -141,8 +159,8 @@ class LossScaler:
     def note_closed(self) -> Verdict | None:
         """Counts a window that was ended on the device, and returns what became of the one two windows ago; launches nothing."""
         self._closed = False
-        if self._events:
-            self._events[self.windows % SLOTS].record(stream_in_use(self._ring.device))
+        if self._events and not self._looks:
+            self._events[self.windows % self._slots].record(stream_in_use(self._ring.device))
         self.windows += 1
         window = self.windows - 1 - LAG
         if window < 0:
@@ -182,8 +200,10 @@ class LossScaler:
 
     def _read(self, window: int, at_floor: int) -> tuple[Verdict, int]:
         """The verdict on a window, and how many in a row were skipped at the floor by then (``at_floor`` before it)."""
-        slot = window % SLOTS
-        if self._events and not self._events[slot].query():
+        slot = window % self._slots
+        if self._looks:
+            self._look_for(window, slot * _WORDS)
+        elif self._events and not self._events[slot].query():
             self._events[slot].synchronize()
         word = slot * _WORDS
         integers, floats = self._integers, self._floats
@@ -193,7 +213,7 @@ class LossScaler:
             at_floor = 0
         else:
             # A window ran with the scale that the one before it left.
-            left = floats[(window - 1) % SLOTS * _WORDS + _SCALE] if window else self._initial
+            left = floats[(window - 1) % self._slots * _WORDS + _SCALE] if window else self._initial
             at_floor = at_floor + 1 if left <= self._floor else 0
             ends_run = at_floor >= PATIENCE or (self.sticky and window >= self._heeded_from)
             self.overflow = Overflow(
@@ -212,10 +232,20 @@ class LossScaler:
         )
         return verdict, at_floor
 
+    def _look_for(self, window: int, word: int) -> None:
+        """Waits for the verdict of a window, and not for steps behind it that were launched together with it."""
+        seen, looks = self._integers, 0
+        while seen[word + _APPLIED] + seen[word + _SKIPPED] != window + 1:
+            looks += 1
+            if looks > _LOOKS:
+                time.sleep(_NAP)
+                if stream_in_use(self._ring.device).query():  # which raises where the device has failed
+                    return
+
     def slot_of(self, overflow: Overflow) -> int:
         """Returns the slot of the window that ``overflow`` is of; the last one's where that has been used again since."""
-        recent = self.windows_since(overflow) < SLOTS
-        return (overflow.window if recent else self.windows - 1) % SLOTS
+        recent = self.windows_since(overflow) < self._slots
+        return (overflow.window if recent else self.windows - 1) % self._slots
 
     def windows_since(self, overflow: Overflow) -> int:
         """Returns how many windows ended after the one that ``overflow`` is of."""
@@ -226,17 +256,41 @@ class LossScaler:
         self._settled = True
 
     @property
+    def ring(self) -> Tensor:
+        """The structs of the last windows, on the device: that of a window in slot ``window % len(ring)``."""
+        return self._ring
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """What a window writes on the device, by name."""
         losses = {f"state of loss {number}": one.words for number, one in enumerate(self.losses)}
         return {"state": self.state.words, **losses, "ring": self._ring}
+
+    def _saved_ring(self) -> Tensor:
+        """Returns a copy of the last slots, as many and in the order in which a checkpoint has them."""
+        if self._slots == SLOTS:
+            return self._ring.clone()
+        saved = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
+        for window in range(max(self.windows - SLOTS, 0), self.windows):
+            saved[window % SLOTS].copy_(self._ring[window % self._slots])
+        return saved
+
+    def _load_ring(self, saved: Tensor) -> None:
+        if self._slots == SLOTS:
+            self._ring.copy_(saved)
+        for window in range(max(self.windows - SLOTS, 0), self.windows):
+            self._ring[window % self._slots].copy_(saved[window % SLOTS])
+        if self._host is not self._ring:
+            self._host.copy_(self._ring, non_blocking=True)
+            for event in self._events:
+                event.record()
 
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters, the verdicts on their way, and what the host knew; tensors are copies on the device."""
         return {
             "window": self.state.state_dict(),
             "scalers": [state.state_dict() for state in self.losses],
-            "ring": self._ring.clone(),
+            "ring": self._saved_ring(),
             "windows": self.windows,
             "known": self.known._asdict(),
             "at_floor": self._at_floor,
@@ -249,12 +303,8 @@ class LossScaler:
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
             own.scale.clamp_(*self._limits)
-        self._ring.copy_(state["ring"])
-        if self._host is not self._ring:
-            self._host.copy_(self._ring, non_blocking=True)
-            for event in self._events:
-                event.record()
         self.windows = int(state["windows"])
+        self._load_ring(state["ring"])
         self.known = Verdict(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fabricamp.precision.loss_scaler import LAG, LossScaler, Overflow, Verdict
+from fabricamp.precision.loss_scaler import LAG, SLOTS, LossScaler, Overflow, Verdict
 from fabricamp.precision.nonfinite import described
 from fabricamp.strategies.base import Strategy
 
@@ -71,6 +71,12 @@ class Verdicts:
         """Takes note of whose gradients are judged; the statistics of each binding have so many numbers of their own."""
         self._module, self._strategy, self._bindings, self._numbers_each = module, strategy, bindings, numbers_each
         self._first = None
+
+    def widen(self, steps: int) -> None:
+        """Keeps the verdicts of so many windows that are launched together; before the first batch."""
+        self.scaler.widen(steps + SLOTS)
+        for binding in self._bindings:
+            binding.blame.widen(steps + SLOTS)
 
     def leave(self) -> None:
         """Forgets module and optimizers, after a run; what is known of the windows stays."""

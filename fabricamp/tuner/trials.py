@@ -55,6 +55,7 @@ def train(
         settings.max_steps, settings.max_epochs, settings.min_steps, settings.min_epochs = steps, -1, 0, 0
         settings.max_time, settings.limit_val_batches, settings.num_sanity_val_steps = None, 0, 0
         settings.val_check_interval, settings.check_val_every_n_epoch = 1.0, 1
+        settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()  # trials look at each step
         loop = session.fit_loop()
         whole = within(loop.run)
         if not session.agreement.came_late() and whole:

@@ -37,7 +37,7 @@ class Captured:
         self.outputs: Any = None
         self.replays = 0
         self._copy_inputs = Copies(tensors_of(inputs))
-        self._tape = tape
+        self.tape = tape
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
@@ -56,22 +56,22 @@ class Captured:
         except BaseException:
             self.withdraw()
             raise
-        self._tape.take()
+        self.tape.take()
         self.metric_states.take()
 
     def withdraw(self) -> None:
         """Leaves the host as it was before the capture, whose first replay does not come."""
-        self._tape.undo()
+        self.tape.undo()
         self.metric_states.withdraw()
 
     @property
     def logged(self) -> torch.Tensor | None:
         """Where the values lie that the call logs."""
-        return self._tape.table.bank
+        return self.tape.table.bank
 
     def fits(self) -> bool:
         """Whether everything that the graph reads and writes is still where it was, and every number what it was."""
-        return self.constants.hold() and self._tape.holds() and self.metric_states.bring()
+        return self.constants.hold() and self.tape.holds() and self.metric_states.bring()
 
     def launch(self, batch: Any) -> None:
         """Runs the call on the device."""
@@ -82,9 +82,13 @@ class Captured:
     def follow(self, *, first: bool) -> Any:
         """Does what the host does behind a replay, which the capture has done for the first; returns copies of the outputs."""
         if not first:
-            self._tape.play()
-            self.metric_states.play()
+            self.count()
         return None if self.outputs is None else copied(self.outputs)
+
+    def count(self) -> None:
+        """Does on the host what the call does there: weights of logged values, and counts of torchmetrics objects."""
+        self.tape.play()
+        self.metric_states.play()
 
 
 @contextlib.contextmanager

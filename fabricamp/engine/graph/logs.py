@@ -71,6 +71,19 @@ class LogTape:
         """Whether the values still lie where the graph writes them."""
         return self.table.bank is self._bank
 
+    @property
+    def cells(self) -> list[Cell]:
+        """What the step has logged to."""
+        return [*self._set, *(cell for cell, _ in self._added)]
+
+    def sums(self) -> list[int]:
+        """Returns the weights that calls add to."""
+        return [cell.weight for cell, _ in self._added]
+
+    def sums_behind(self) -> list[int]:
+        """Returns what these are once the step is played."""
+        return [cell.weight + weight for cell, weight in self._added]
+
     def play(self) -> None:
         """Does on the host what ``self.log`` does in an eager step."""
         for cell in self._set:

@@ -103,7 +103,7 @@ class GraphUpdate(Update):
         self._captures_in_a_row = 0
         if not checks:
             step.launch(batch)
-        elif difference := self._launch_checked(step, batch, batch_idx, key):
+        elif difference := self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key):
             return self._run_instead(difference, batch, batch_idx, last, key)
         return self._follow(step, role)
 
@@ -169,7 +169,7 @@ class GraphUpdate(Update):
             return self._run_instead(error, batch, batch_idx, last, key)
         if not compares:
             step.launch(batch)
-        elif difference := self._launch_checked(step, batch, batch_idx, key):
+        elif difference := self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key):
             step.withdraw()
             self.loss = loss
             return self._run_instead(difference, batch, batch_idx, last, key)
@@ -198,14 +198,17 @@ class GraphUpdate(Update):
             self.loss, self._whole = step.loss, True
             self._state.open_batches += 1
             return outputs
-        self.loss = None
-        self._state.open_batches = 0
+        self._note_replay()
+        return outputs
+
+    def _note_replay(self) -> None:
+        """What the host does behind a step that is over on the device."""
+        self.loss, self._state.open_batches = None, 0
         if self._bound.plain_step is None:
             self._note_update()
         else:
             self._state.global_step += 1
             self.stepped = True
-        return outputs
 
     # -- eager steps, watched ----------------------------------------------------------------------------------------------------
 
@@ -255,22 +258,26 @@ class GraphUpdate(Update):
         self._room.check(key, kept=self._kept(role), shared=shared, shapes=len(self._other_shapes(key)))
         tape = LogTape(parts.metrics)
         step = CapturedStep(parts.module, inputs, role, tape, memory)
-        self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
-        before = torch.cuda.memory_reserved(self._stream.device)
-        try:
-            step.capture(lambda: self._launch_captured(inputs, role), self._stream, self._pool_of(role))
-        finally:
-            self._attachment.metrics, self._state.capturing = parts.metrics, False
+        used = self._captured(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
         step.note = verdicts.repeated(optimizer) if role.closes and verdicts is not None else None
         step.upload = upload_of(optimizer) or unchanged(optimizer)
         self._steps[key] = step
         self._state.runs_as = "graph"
-        used = torch.cuda.memory_reserved(self._stream.device) - before
         self._pool_bytes += used if role.accumulate > 1 else 0
         self._tell(batch, role, used)
         return step
+
+    def _captured(self, step: CapturedStep, run: Callable[[], Any], pool: Any) -> int:
+        """Captures what ``run`` launches; returns how many bytes that takes."""
+        self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
+        before = torch.cuda.memory_reserved(self._stream.device)
+        try:
+            step.capture(run, self._stream, pool)
+        finally:
+            self._attachment.metrics, self._state.capturing = self._parts.metrics, False
+        return torch.cuda.memory_reserved(self._stream.device) - before
 
     def _kept(self, role: Role) -> int:
         """How many bytes of gradients a graph makes and keeps, in a window a second time where all of its graphs find them."""
@@ -287,10 +294,10 @@ class GraphUpdate(Update):
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _tell(self, batch: Any, role: Role, used: int) -> None:
+    def _tell(self, batch: Any, role: Role, used: int, how: str = "") -> None:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
         self._session.notices.say(
-            f"CUDA graph: steps of batches {shapes}{role.place} are replayed from here on, with {used / _GIB:.2f} GiB"
+            f"CUDA graph: steps of batches {shapes}{role.place} are replayed{how} from here on, with {used / _GIB:.2f} GiB"
         )
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
@@ -320,11 +327,10 @@ class GraphUpdate(Update):
             self._bound.plain_step()
         return outputs
 
-    def _launch_checked(self, step: CapturedStep, batch: Any, batch_idx: int, key: Key) -> NotCapturableError | None:
-        """Runs a replay, and compares what it leaves with what an eager step does, where there is memory for that.
-
-        Returns where it leaves other bits; all is as before the replay then.
-        """
+    def _launch_checked(
+        self, step: CapturedStep, batch: Any, eager: Callable[[], Any], key: Key
+    ) -> NotCapturableError | None:
+        """Runs a replay; returns where an ``eager`` step leaves other bits, if there is memory for it: all is as before then."""
         parts, optimizer, device, role = self._parts, self._optimizer, self._stream.device, key[1]
         assert optimizer is not None
         memory = self._memory() if self._sums and self._memory is not None else None
@@ -345,7 +351,7 @@ class GraphUpdate(Update):
         metrics, loss = parts.metrics, self.loss
         metrics.muted, muted = True, metrics.muted
         try:
-            difference = compare(state, before, lambda: self._launch(batch, batch_idx, role), self._together.all)
+            difference = compare(state, before, eager, self._together.all)
         finally:
             metrics.muted, self.loss = muted, loss
         if not difference:

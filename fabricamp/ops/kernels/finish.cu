@@ -55,8 +55,13 @@ __device__ __forceinline__ void close_window(StepState* state, const float* loss
   // With the window's own `finite`.
   if (rule.ring) rule.ring[window % rule.slots] = now;
   if (rule.mirror) {
-    rule.mirror[window % rule.slots] = now;
+    // The host may read while other steps follow in the same launch: the count that tells of the slot's window comes last.
+    StepState* slot = rule.mirror + window % rule.slots;
+    StepState shown = now;
+    shown.applied = -1;
+    *slot = shown;
     __threadfence_system();
+    *(volatile int*)&slot->applied = now.applied;
   }
   now.finite = 1;
   *state = now;

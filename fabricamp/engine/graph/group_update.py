@@ -1,0 +1,222 @@
+"""Updates of which several are one launch: the sibling of :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``steps``."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricamp.callbacks.base import Callback
+from fabricamp.data import ResidentLoader
+from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature
+from fabricamp.engine.graph.captured import reason_of
+from fabricamp.engine.graph.captured_group import CapturedGroup
+from fabricamp.engine.graph.captured_step import unchanged
+from fabricamp.engine.graph.horizon import Horizon
+from fabricamp.engine.graph.rates import Rates
+from fabricamp.engine.graph.reading import GroupReader
+from fabricamp.engine.graph.refusals import upload_of
+from fabricamp.engine.graph.update import GraphUpdate, Key
+from fabricamp.engine.graph.watch import MOST_IN_A_ROW
+from fabricamp.engine.graph.window import Role
+from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.session import Session
+
+_LOG = logging.getLogger("fabricamp")
+_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+class GroupUpdate(GraphUpdate):
+    """Launches as many steps as :class:`~fabricamp.engine.graph.horizon.Horizon` allows, and others one by one.
+
+    The launch is made at the first batch of its steps; the loop then goes through the others, and what the host does behind each
+    step is done at its own batch.
+    """
+
+    def __init__(self, parts: FitParts, session: Session) -> None:
+        self._groups: dict[Key, CapturedGroup] = {}
+        self._under_way: CapturedGroup | None = None
+        self._followed = 0
+        self.why_single = ""
+        """Why no steps are launched together any more; empty where they are."""
+        self._stale = 0
+        super().__init__(parts, session)
+        hooked = [one for one in session.trainer.callbacks if any(overrides(one, name, Callback) for name in _HOOKS)]
+        horizon = Horizon(parts, self._options.steps, [one.holds_at for one in hooked])
+        generator = torch.cuda.default_generators[parts.strategy.device.index or 0]
+        self._reader = GroupReader(
+            parts, horizon, ready=self._is_ready_for_groups, look=self._common_key, draws=generator.get_state
+        )
+        self._shows_logs = any(not type(one).__module__.startswith("fabricamp.") for one in hooked)
+        self._role = Role(1, opens=True, closes=True)
+        if parts.precision.verdicts is not None:
+            parts.precision.verdicts.widen(self._options.steps)
+
+    def begin_epoch(self, batch_idx: int) -> None:
+        """Lets a loader whose data lie on the GPU gather for a launch at once, too."""
+        super().begin_epoch(batch_idx)
+        if isinstance(self._parts.loader, ResidentLoader):
+            self._parts.loader.gather_together(self._options.steps)
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches as the loop takes them, read for a launch each."""
+        return self._reader.read(batches)
+
+    def _is_ready_for_groups(self) -> bool:
+        return bool(self._steps) and not self.why_eager and not self.why_single
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs a step: follows the launch that it is in, makes one, or replays it by itself."""
+        if self._under_way is None:
+            read = self._reader.take()
+            if read is None or read.key is None or not self._launches(read.key, read.batches, batch_idx):
+                return super().run_batch(batch, batch_idx, last)
+        assert self._under_way is not None
+        return self._follow_one(self._under_way)
+
+    def _follow_one(self, group: CapturedGroup) -> Any:
+        outputs = group.follow_one(self._followed)
+        self._note_replay()
+        self._followed += 1
+        if self._followed == self._options.steps:
+            self._under_way = None
+            if group.rates is not None:
+                group.rates.check()
+        return outputs
+
+    # -- a launch ----------------------------------------------------------------------------------------------------------------
+
+    def _launches(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
+        """Launches the steps of ``batches`` where that can be done."""
+        group, every = self._group_for(key, batches), self._options.check_every
+        if group is None:
+            return False
+        if group.replays == 0 or (every and group.replays % every == 0):
+            difference = self._launch_checked(group, batches, partial(self._run_each, group, batches, batch_idx), key)
+        else:
+            difference = None
+            group.launch(batches)
+        if group.rates is not None:
+            group.rates.leave()
+        if difference is not None:
+            self._launch_singly(str(difference))
+            return False
+        self._under_way, self._followed = group, 0
+        return True
+
+    def _group_for(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
+        """Returns the graph of these steps, captured now where there is none, with the rates of the next ones; None for neither."""
+        single, group = self._steps.get(key), self._groups.get(key)
+        if single is None or not (group or single).fits():
+            if group is not None:
+                self._let_go(key)
+            return None
+        if group is None:
+            return self._captured_now(key, batches)
+        self._stale = 0
+        if group.rates is not None:
+            group.rates.foresee()
+        return group
+
+    def _run_each(self, group: CapturedGroup, batches: list[Any], batch_idx: int) -> None:
+        _each(group.rates, len(batches), lambda number: self._launch(batches[number], batch_idx + number, self._role))
+
+    def _common_key(self, batches: list[Any]) -> Key | None:
+        """Returns what the graph of these batches is found by; None where they are not alike."""
+        try:
+            first = signature(batches[0])
+            alike = all(signature(one) == first for one in batches[1:])
+        except NotCapturableError:  # which the step of that batch tells of
+            return None
+        return (first, self._role) if alike else None
+
+    def _let_go(self, key: Key) -> None:
+        """The steps run one by one, which finds what has changed; the next ones are captured anew."""
+        del self._groups[key]
+        self._stale += 1
+        if self._stale > MOST_IN_A_ROW:
+            self._launch_singly("what the steps use is another one behind each launch")
+
+    def _captured_now(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
+        try:
+            group = self._groups[key] = self._capture_group(key, batches)
+        except Exception as error:  # noqa: BLE001 - whatever the steps do; said, or raised
+            self._launch_singly(reason_of(error), error)
+            return None
+        return group
+
+    # -- a capture ---------------------------------------------------------------------------------------------------------------
+
+    def _capture_group(self, key: Key, batches: list[Any]) -> CapturedGroup:
+        """Captures the steps of ``batches``, which have not run on the device then."""
+        parts, optimizer = self._parts, self._optimizer
+        assert optimizer is not None
+        optimizer.zero_grad(set_to_none=True)
+        inputs, rates = copied(batches), None
+        if self.schedules.follow_steps:
+            rates = Rates(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
+            rates.foresee()
+        self._room.check(key, kept=self._kept(self._role))
+        single = self._steps[key]
+        group = CapturedGroup(
+            parts.module, inputs, self._role, parts.metrics, single, rates=rates, shows_logs=self._shows_logs
+        )
+        group.upload = upload_of(optimizer) or unchanged(optimizer)
+        pool = torch.cuda.graph_pool_handle()
+        used = self._captured(group, lambda: self._capture_steps(group, inputs), pool)
+        self._tell(batches[0], self._role, used, f" {len(batches)} at a time")
+        return group
+
+    def _capture_steps(self, group: CapturedGroup, inputs: list[Any]) -> Any:
+        optimizer, verdicts = self._optimizer, self._parts.precision.verdicts
+        assert optimizer is not None
+
+        def launch(number: int) -> Any:
+            outputs = self._launch(inputs[number], BatchIndex(), self._role)
+            if verdicts is not None:
+                verdicts.keep_statistics(optimizer)
+                note = verdicts.repeated(optimizer)
+                group.notes += [note] if note is not None else []
+            group.keep(number, outputs)
+            return outputs
+
+        return _each(group.rates, len(inputs), launch)
+
+    # -- giving up ---------------------------------------------------------------------------------------------------------------
+
+    def _launch_singly(self, reason: str, error: BaseException | None = None) -> None:
+        """Launches step by step from here on, and says why; raises where a graph is required."""
+        if self._options.required:
+            raise ConfigError(
+                f"cuda_graph: CudaGraph(steps={self._options.steps}): {reason}; or give steps=1"
+            ) from error
+        self.why_single = reason
+        self._groups.clear()
+        _LOG.warning("fabricamp: CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
+
+    def _drop(self, *, waits: bool = True) -> None:
+        super()._drop(waits=waits)
+        self._groups.clear()
+        self._under_way = self._parts.metrics.before_look = None
+
+
+def _each(rates: Rates | None, steps: int, launch: Callable[[int], Any]) -> Any:
+    """Calls ``launch`` with the number of each step, at its rates; returns what the last one gave."""
+    outputs = None
+    if rates is not None:
+        rates.begin()
+    for number in range(steps):
+        if rates is not None:
+            rates.bring(number)
+        outputs = launch(number)
+        if rates is not None:
+            rates.note(number)
+    return outputs

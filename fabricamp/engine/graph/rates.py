@@ -1,0 +1,179 @@
+"""Learning rates of steps that are launched together: foreseen on the host, chosen on the device by what became of the steps."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fabricamp import ops
+from fabricamp.errors import ConfigError
+from fabricamp.ops.uploads import upload
+from fabricamp.optimizers import FusedOptimizer
+from fabricamp.precision.loss_scaler import LAG
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.optim import Optimizer
+
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.engine.schedules import Schedules
+    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.state import RunState
+
+_APPLIED: Final = ops.StepState.word("applied")
+_BEHIND: Final = LAG + 1
+"""A schedule has heard, before a step, of all windows but the last ``LAG``."""
+
+
+class Rates:
+    """What schedules by steps make of the optimizer's numbers in each of ``steps`` steps.
+
+    ``verdicts``: where they follow applied steps, those of the run: a step's row is then as many rows behind the first one as
+    windows were applied since, of those that the schedules have heard of.  Else each step has the row of its own number.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, schedules: Schedules, state: RunState, verdicts: Verdicts | None, steps: int
+    ) -> None:
+        self._optimizer = optimizer
+        self._schedules = schedules
+        self._state = state
+        self._verdicts = verdicts if verdicts is not None and verdicts.schedules_follow else None
+        self._steps = steps
+        self._places = _places(optimizer)
+        self._tables = [torch.zeros(steps, one.numel(), dtype=one.dtype, device=one.device) for one in self._places]
+        self._uploaded = b""
+        self._foreseen: list[list[Any]] = []
+        self._begun = 0
+        if self._verdicts is not None:
+            device = self._verdicts.scaler.ring.device
+            self._behind = torch.arange(-_BEHIND, 0, dtype=torch.int32, device=device)
+            self._rows = torch.zeros(_BEHIND + steps, dtype=torch.int32, device=device)
+            self._first = torch.zeros((), dtype=torch.int32, device=device)
+
+    def hold(self) -> bool:
+        """Whether there still are schedules by steps, and the numbers lie where they lay."""
+        places = _places(self._optimizer)
+        return (
+            self._schedules.follow_steps
+            and len(places) == len(self._places)
+            and all(map(operator.eq, map(Tensor.data_ptr, places), map(Tensor.data_ptr, self._places)))
+        )
+
+    # -- on the host, before and behind a launch ---------------------------------------------------------------------------------
+
+    def foresee(self) -> None:
+        """Brings the numbers of the next steps to the device, from copies of the schedules: the schedules follow as ever."""
+        self._begun = self._stepped()
+        self._foreseen = []
+        numbers = _numbers_of(self._optimizer)
+        for row, groups in enumerate(self._groups()):
+            found = numbers(groups)
+            self._foreseen.append([None if isinstance(one, Tensor) else one for one in found])
+            if row < self._steps:
+                self._bring_tensors(row, found)
+        if None not in self._foreseen[0]:
+            self._upload(np.asarray(self._foreseen[: self._steps], np.float64))
+
+    def _upload(self, values: np.ndarray) -> None:
+        content = values.tobytes()
+        if content != self._uploaded:
+            self._uploaded = content
+            for table in self._tables:
+                upload(values, table)
+
+    def _bring_tensors(self, row: int, found: list[float | Tensor]) -> None:
+        for table, one in zip(self._tables, found, strict=False):
+            if isinstance(one, Tensor):
+                table[row].copy_(one.reshape(1), non_blocking=True)
+
+    def _groups(self) -> Iterator[Sequence[dict[str, Any]]]:
+        """The optimizer's groups before each of the next steps, and behind the last, where all of them are applied."""
+        twins, groups = _twins(self._optimizer, self._schedules.by_step)
+        yield groups
+        for done in range(self._begun + 1, self._begun + self._steps + 1):
+            for scheduler, frequency in twins:
+                if done % frequency == 0:
+                    scheduler.step()
+            yield groups
+
+    def _stepped(self) -> int:
+        """How many steps the schedules have heard of."""
+        return self._state.global_step if self._verdicts is None else self._verdicts.applied_steps
+
+    def leave(self) -> None:
+        """Behind a launch, which has written to the numbers on the device: the schedules go on from those before it."""
+        if isinstance(self._optimizer, FusedOptimizer):
+            for table in self._optimizer.tables:
+                table.forget_scalars()
+            return
+        for place, rates in zip(self._places, self._tables, strict=True):
+            place.copy_(rates[0])
+
+    def check(self) -> None:
+        """Behind a launch, when the schedules have followed: raises where they did not come to what was foreseen."""
+        now = [
+            None if isinstance(one, Tensor) else one
+            for one in _numbers_of(self._optimizer)(self._optimizer.param_groups)
+        ]
+        if now != self._foreseen[self._stepped() - self._begun]:
+            raise ConfigError(
+                "cuda_graph: a schedule came to other numbers than its copy did before the launch, so it depends on more than its "
+                "own steps; give CudaGraph(steps=1)"
+            )
+
+    # -- on the device, as parts of a launch -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Looks up, before the first step, how many windows were applied before each that is not heard of yet."""
+        if self._verdicts is None:
+            return
+        state, ring = self._verdicts.scaler.state, self._verdicts.scaler.ring
+        slots = (self._behind + (state.applied + state.skipped)) % len(ring)
+        applied = ring[:, _APPLIED].index_select(0, slots)
+        self._first.copy_(applied[0])
+        torch.sub(applied, self._first, out=self._rows[:_BEHIND])
+
+    def bring(self, number: int) -> None:
+        """Gives the optimizer the numbers for a step of the launch."""
+        for place, table in zip(self._places, self._tables, strict=True):
+            if self._verdicts is None:
+                place.copy_(table[number])
+            else:
+                torch.index_select(table, 0, self._rows[number : number + 1], out=place.view(1, -1))
+
+    def note(self, number: int) -> None:
+        """Notes, behind a step, how many windows are applied."""
+        if self._verdicts is not None:
+            torch.sub(self._verdicts.scaler.state.applied, self._first, out=self._rows[number + _BEHIND])
+
+
+def _places(optimizer: Optimizer) -> list[Tensor]:
+    """Returns where a step reads its numbers on the device, flat."""
+    if isinstance(optimizer, FusedOptimizer):
+        return [one.scalars.view(-1) for one in optimizer.tables]
+    return [group["lr"].view(1) for group in optimizer.param_groups]
+
+
+def _numbers_of(optimizer: Optimizer) -> Any:
+    return optimizer.numbers if isinstance(optimizer, FusedOptimizer) else lambda groups: [one["lr"] for one in groups]
+
+
+def _twins(
+    optimizer: Optimizer, configs: Sequence[SchedulerConfig]
+) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
+    """Returns copies of schedulers with their frequencies, and the groups that they work on instead of the optimizer's."""
+    groups = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    stand_in = SimpleNamespace(param_groups=groups, step=optimizer.step, _opt_called=True)
+    memory = {id(getattr(one.scheduler, "optimizer", optimizer)): stand_in for one in configs}
+    return [(copy.deepcopy(config.scheduler, memory), config.frequency) for config in configs], groups
