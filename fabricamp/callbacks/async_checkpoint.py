@@ -56,7 +56,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         """Takes note of a write that has ended, then saves where it is time."""
         writer = self._writer
         if writer is not None and writer.over and (self._beside is None or not writer.failed):
-            self._take_in(writer.wait)
+            self._take_in(trainer, writer.wait)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -71,7 +71,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         writer, self._writer, self._beside = self._writer, None, None
         if writer is not None and trainer.state.fitting:
             try:
-                self._take_in(writer.wait)
+                self._take_in(trainer, writer.wait)
             except CheckpointError as error:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
         super().on_exception(trainer, pl_module, exception)
@@ -115,11 +115,11 @@ class AsyncCheckpoint(ModelCheckpoint):
             return
         self._unsettled = False
         if self._beside is None:
-            self._take_in(lambda: trainer.strategy.on_rank_zero(writer.wait))
+            self._take_in(trainer, lambda: trainer.strategy.on_rank_zero(writer.wait))
         else:
-            self._take_in(lambda: _together(trainer, writer.wait))
+            self._take_in(trainer, lambda: _together(trainer, writer.wait))
 
-    def _take_in(self, wait: Callable[[], None]) -> None:
+    def _take_in(self, trainer: Trainer, wait: Callable[[], None]) -> None:
         """Publishes the file in flight, once ``wait`` has not raised; on ranks that do not write there is nothing to wait for."""
         plan, self._in_flight = self._in_flight, None
         try:
@@ -128,7 +128,7 @@ class AsyncCheckpoint(ModelCheckpoint):
             self._saved_step = self._judged_step = -1  # this step has no file yet
             raise
         if plan is not None:
-            self._publish(plan)
+            self._publish(trainer, plan)
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:

@@ -316,7 +316,7 @@ class ModelCheckpoint(Callback):
     def _write(self, trainer: Trainer, plan: Plan) -> None:
         self._hand_over(trainer, plan)
         trainer.strategy.on_rank_zero(lambda: self._rotate(plan))
-        self._publish(plan)
+        self._publish(trainer, plan)
 
     def _hand_over(
         self, trainer: Trainer, plan: Plan, write: Callable[[str, dict[str, Any]], None] | None = None
@@ -332,9 +332,10 @@ class ModelCheckpoint(Callback):
     def _rotate(self, plan: Plan) -> None:
         plan.rotate(link=self.save_last == "link")
 
-    def _publish(self, plan: Plan) -> None:
-        """Only now do the paths show a file that is there."""
+    def _publish(self, trainer: Trainer, plan: Plan) -> None:
+        """Only now do the paths show a file that is there, and loggers may upload it."""
         self._kept = plan.after.without(plan.remove)
+        trainer.delivery.after_save_checkpoint(self)
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
         """Rank 0's decision: which file, under which name, instead of which others; makes room for it."""

@@ -82,6 +82,9 @@ class Logger(NamesKeywords):
     ) -> None:
         """Takes how many values are in each of equal bins between two limits, their sum and that of their squares; here none."""
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Called on rank 0 when a ModelCheckpoint has written a file and its paths show it: to upload it, for instance."""
+
     def save(self) -> None:
         """Writes what is still in memory."""
 

@@ -9,14 +9,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.outbox import Outbox
+from fabricamp.loggers.outbox import Call, Outbox
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.say_once import say_once
 
@@ -31,13 +31,6 @@ LAST_SECONDS = 30.0
 _OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 """The package's own looks into torch and at the output: each would cost steps, or take part in the progress bar."""
-
-
-class _Item(NamedTuple):
-    """A call of the experiment, and the step whose values it is of, where it is of some."""
-
-    call: Callable[[Any], object]
-    step: int | None = None
 
 
 class CometLogger(Logger):
@@ -134,14 +127,14 @@ class CometLogger(Logger):
 
     def begin(self) -> None:
         """Lets the thread open the experiment."""
-        self._put(_Item(lambda _: None))
+        self._put(Call(lambda _: None))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """A point for each metric, by step and epoch."""
         values = self._named({name: float(value) for name, value in metrics.items() if name != "epoch"})
         epoch = int(metrics["epoch"]) if "epoch" in metrics else None
         if values:
-            self._put(_Item(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
+            self._put(Call(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Nested ones as ``outer/inner``; none where the environment decides a number or a flag among them: others would see it."""
@@ -152,13 +145,13 @@ class CometLogger(Logger):
             )
             return
         values = flattened(plain(params))
-        self._put(_Item(lambda experiment: experiment.log_parameters(values)))
+        self._put(Call(lambda experiment: experiment.log_parameters(values)))
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """The module as it is printed."""
         if not self._goes_on:
             text = str(model)
-            self._put(_Item(lambda experiment: experiment.set_model_graph(text)))
+            self._put(Call(lambda experiment: experiment.set_model_graph(text)))
 
     def barrier(self, step: int) -> None:
         """Returns once the package has everything that was given so far, on disk or on the server."""
@@ -169,7 +162,7 @@ class CometLogger(Logger):
     def close(self) -> None:
         """Waits up to 30 seconds for what is not sent; ends the experiment in a process that was started for this fit only."""
         self._outbox.close(LAST_SECONDS)
-        self._tell()
+        self._outbox.report(self.trouble)
         if self._experiment is not None and multiprocessing.parent_process() is not None:
             self._experiment.end()
             self._experiment = None
@@ -193,27 +186,21 @@ class CometLogger(Logger):
         config = package.ExperimentConfig(**self._config)
         return partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
 
-    def _send(self, items: Sequence[_Item]) -> None:
+    def _send(self, items: Sequence[Call]) -> None:
         experiment = self._opened()
         if not experiment.alive:
             raise ConnectionError("Comet's server cannot be reached, or refuses the experiment")
         for one in items:
             one.call(experiment)
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, item: Call) -> None:
         if not writes():
             return
         if self._process != os.getpid():  # forked: neither the thread nor those of the experiment came along
             self._experiment = None
             self._clear()
         self._outbox.put(item)
-        self._tell()
-
-    def _tell(self) -> None:
-        for reason, items in self._outbox.failures():
-            self.trouble.tell(reason)
-            steps = [one.step for one in items if isinstance(one, _Item) and one.step is not None]
-            self.trouble.lose(len(steps), steps)
+        self._outbox.report(self.trouble)
 
     def _clear(self) -> None:
         self._lock, self._outbox, self._process = threading.RLock(), Outbox(self._send), os.getpid()

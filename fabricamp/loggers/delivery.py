@@ -52,6 +52,12 @@ class Delivery:
             with one.trouble.guard():
                 one.log_hyperparams(params)
 
+    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
+        """Lets every logger know that a ModelCheckpoint has a new file."""
+        for one in self._loggers:
+            with one.trouble.guard():
+                one.after_save_checkpoint(checkpoint_callback)
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Where each log stands."""
         states = []

@@ -18,6 +18,7 @@ from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Outbox, in_time
 from fabricamp.loggers.run_folder import flattened, writes
+from fabricamp.loggers.uploads import Saved, Uploads
 from fabricamp.say_once import say_once
 
 ANSWER_SECONDS = 10.0
@@ -54,7 +55,7 @@ class MLFlowLogger(Logger):
         tracking_uri: where the server is; None is ``MLFLOW_TRACKING_URI``, and without that files in ``save_dir``.
         tags: tags of the run.
         save_dir: the folder of the files, where there is no ``tracking_uri``.
-        log_model: False; checkpoints are not uploaded.
+        log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
         prefix: stands before each metric's name.
         artifact_location: where a new experiment keeps its artifacts; None lets MLflow choose.
         run_id: a run to go on with; None makes a new one.
@@ -62,7 +63,7 @@ class MLFlowLogger(Logger):
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
-        ConfigError: ``log_model`` is not False, or there is neither ``tracking_uri`` nor ``save_dir``.
+        ConfigError: ``log_model`` is none of these, or there is neither ``tracking_uri`` nor ``save_dir``.
 
     Example:
         >>> logger = MLFlowLogger("digits", run_name="first", save_dir="mlruns")  # doctest: +SKIP
@@ -75,17 +76,13 @@ class MLFlowLogger(Logger):
         tracking_uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
         save_dir: str | os.PathLike[str] | None = "./mlruns",
-        log_model: Literal[False] = False,
+        log_model: Literal["all"] | bool = False,
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        if log_model is not False:
-            raise ConfigError(
-                f"MLFlowLogger(log_model={log_model!r}): checkpoints are not uploaded; leave it False, and upload "
-                "ModelCheckpoint's best_model_path after fit with logger.experiment.log_artifact(logger.run_id, path)"
-            )
+        self._uploads = Uploads("MLFlowLogger", log_model, self._upload)
         _import_mlflow("mlflow.tracking")
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _files_in(save_dir)
         self.save_dir = _folder_of(self._uri)
@@ -195,9 +192,15 @@ class MLFlowLogger(Logger):
         """Returns once the server has everything that was given so far."""
         self._outbox.wait()
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Uploads the file with ``log_model="all"``; with True that is done at the end, where it is still kept."""
+        if writes():
+            self._uploads.after_save(checkpoint_callback, self.trouble)
+
     def finalize(self, status: str) -> None:
         """Gives the run its last status: "success" is FINISHED, "failed" FAILED; others, such as "killed", stay as they are."""
         if self._asked and writes():
+            self._uploads.finish(self.trouble, succeeded=status == "success")
             self._put(_Item(status=_STATUS.get(status, status.upper())))
 
     def close(self) -> None:
@@ -300,6 +303,16 @@ class MLFlowLogger(Logger):
         for one in items:
             if one.status:
                 self._client().set_terminated(self._run_id, one.status)
+
+    def _upload(self, saved: Saved) -> None:
+        """Below ``model/checkpoints``, in a folder by its name; what its aliases are is a tag of the run's."""
+        self._begin()
+        client, folder = self._client(), f"model/checkpoints/{saved.name}"
+        if not saved.is_local:
+            raise ConfigError(f"MLflow takes files of a disk, and no {saved.path}; leave log_model out")
+        (client.log_artifacts if Path(saved.path).is_dir() else client.log_artifact)(self._run_id, saved.path, folder)
+        if "best" in saved.aliases:
+            client.set_tag(self._run_id, "best_checkpoint", f"{folder}/{Path(saved.path).name}")
 
     # -- what waits --------------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from fabricamp.loggers.trouble import Trouble
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 _MOST_WAITING = 10_000
 _MOST_AT_ONCE = 20
+
+
+class Call(NamedTuple):
+    """A call of what a logger writes to, and the step whose values it brings, where it brings some."""
+
+    call: Callable[[Any], object]
+    step: int | None = None
 
 
 class Failure(NamedTuple):
@@ -21,14 +30,15 @@ class Failure(NamedTuple):
 
 
 class Outbox(Generic[Item]):
-    """Sends what it was given, in order, up to 20 of them at once; what ``send`` raises on is noted and not sent again.
+    """Sends what it was given, in order, so many of them at once; what ``send`` raises on is noted and not sent again.
 
     Of what waits, no more than 10,000 are kept: the oldest are lost.  After a fork the child has what waits too: give it a
     new one.
     """
 
-    def __init__(self, send: Callable[[Sequence[Item]], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[Item]], None], most_at_once: int = _MOST_AT_ONCE) -> None:
         self._send = send
+        self._most_at_once = most_at_once
         self._waiting: list[Item] = []
         self._sending: list[Item] = []
         self._failures: list[Failure] = []
@@ -58,14 +68,22 @@ class Outbox(Generic[Item]):
             failures, self._failures = self._failures, []
         return failures
 
-    def close(self, seconds: float) -> None:
-        """Waits so long, then gives up what is left."""
-        self.wait(seconds)
+    def report(self, trouble: Trouble) -> None:
+        """Tells ``trouble`` what failed since the last call; of calls, the steps whose values are lost by it."""
+        for reason, items in self.failures():
+            trouble.tell(reason)
+            steps = [one.step for one in items if isinstance(one, Call) and one.step is not None]
+            trouble.lose(len(steps), steps)
+
+    def close(self, seconds: float) -> bool:
+        """Waits so long, then gives up what is left; returns whether nothing was."""
+        answered = self.wait(seconds)
         with self._changed:
             if left := [*self._sending, *self._waiting]:
                 self._failures.append(Failure(f"no answer within {seconds:g} s", left))
             self._waiting, self._sending, self._closed = [], [], True
             self._changed.notify_all()
+        return answered
 
     def _run(self) -> None:
         while True:
@@ -73,8 +91,8 @@ class Outbox(Generic[Item]):
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                items = self._sending = self._waiting[:_MOST_AT_ONCE]
-                del self._waiting[:_MOST_AT_ONCE]
+                items = self._sending = self._waiting[: self._most_at_once]
+                del self._waiting[: self._most_at_once]
             reason = ""
             try:
                 self._send(items)

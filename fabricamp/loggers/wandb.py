@@ -11,19 +11,26 @@ import secrets
 import string
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
+from fabricamp.loggers.outbox import Call, Outbox
 from fabricamp.loggers.run_folder import edges_of, showable, writes
+from fabricamp.loggers.uploads import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
+
+    from fabricamp.loggers.uploads import Saved
+
+LAST_SECONDS = 30.0
+"""How long the end of a fit waits for what is not sent yet."""
 
 _AXIS = "trainer/global_step"
 _OWN = (
@@ -35,7 +42,8 @@ _OWN = (
 class WandbLogger(Logger):
     """Logs to a run of Weights & Biases, which rank 0 opens before the first step and leaves open behind ``fit``.
 
-    Training goes on where the server cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A run that
+    Within a fit a thread of its own hands the values to the package, so that no step waits for it.  Training goes on where the
+    server cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A run that
     goes on from a checkpoint goes on in its run, unless ``id`` is given; values behind the checkpoint stand there twice.  A run
     that the script opened by ``wandb.init`` is used as it is.  Needs ``pip install "fabricamp[wandb]"``.
 
@@ -48,15 +56,15 @@ class WandbLogger(Logger):
         id: the run to go on in, or to begin; None is ``WANDB_RUN_ID``, else a new one.
         anonymous: for users without an account, where the package still offers it.
         project: the project of the run; None is ``WANDB_PROJECT``, else "fabricamp_logs".
-        log_model: False; checkpoints are not uploaded.
+        log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
         experiment: a run that is open already.
         prefix: stands before each metric's name.
-        checkpoint_name: has no meaning without ``log_model``.
-        add_file_policy: has no meaning without ``log_model``.
+        checkpoint_name: the name of these artifacts; None is ``model-`` and the run's id.
+        add_file_policy: "mutable" copies a file before it is uploaded, "immutable" reads it where it is.
         **kwargs: options of ``wandb.init``, such as ``entity``, ``group`` and ``tags``.
 
     Raises:
-        ConfigError: the package is not installed, ``log_model`` is not False, or ``wandb.init`` has no such option.
+        ConfigError: the package is not installed, ``log_model`` is none of these, or ``wandb.init`` has no such option.
 
     Example:
         >>> logger = WandbLogger(project="digits", offline=True)
@@ -72,18 +80,17 @@ class WandbLogger(Logger):
         id: str | None = None,  # noqa: A002 - Lightning's
         anonymous: bool | None = None,
         project: str | None = None,
-        log_model: bool = False,
+        log_model: Literal["all"] | bool = False,
         experiment: Any = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
-        if log_model is not False:
-            raise ConfigError(
-                f"WandbLogger(log_model={log_model!r}): checkpoints are not uploaded; leave it out, and after fit call "
-                "logger.experiment.log_artifact(trainer.checkpoint_callback.best_model_path, type='model')"
-            )
+        self._uploads = Uploads("WandbLogger", log_model, self._upload)
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ConfigError(f"WandbLogger(add_file_policy={add_file_policy!r}): choose 'mutable' or 'immutable'")
+        self._checkpoint_name, self._add_file_policy = checkpoint_name, add_file_policy
         known = inspect.signature(_package().init).parameters
         check_names("WandbLogger has no option", kwargs, (*_OWN, *known), where="WandbLogger")
         self._folder = Path(save_dir or dir or os.environ.get("WANDB_DIR") or ".").expanduser().absolute()
@@ -105,6 +112,7 @@ class WandbLogger(Logger):
         self._opened_by: int | None = None
         self._unreachable: str | None = None
         self._status = "success"
+        self._outbox: Outbox[Call] | None = None
 
     @property
     def experiment(self) -> Any:
@@ -147,10 +155,11 @@ class WandbLogger(Logger):
         self._folder_name = self._folder_name or identity
 
     def begin(self) -> None:
-        """Opens the run: where the server cannot be reached that takes a minute and a half."""
+        """Opens the run: where the server cannot be reached that takes a minute and a half.  What follows goes by the thread."""
         if writes():
             with self._reaches():
                 _ = self.experiment
+            self._outbox = Outbox(self._send, most_at_once=1)  # the steps that are told as lost are those alone
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
@@ -170,8 +179,8 @@ class WandbLogger(Logger):
                 stacklevel=2,
             )
             return
-        with self._reaches():
-            self.experiment.config.update(showable(plain(params)), allow_val_change=True)
+        values = showable(plain(params))
+        self._do(lambda run: run.config.update(values, allow_val_change=True))
 
     def watch(
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
@@ -227,22 +236,63 @@ class WandbLogger(Logger):
         if state_dict.get("id") and not self._id_given and self._experiment is None and self._attach_id is None:
             self._id = state_dict["id"]
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Uploads the file with ``log_model="all"``; with True that is done at the end, where it is still kept."""
+        if writes():
+            self._uploads.after_save(checkpoint_callback, self.trouble)
+
+    def barrier(self, step: int) -> None:
+        """Returns once the package's service, which outlives a process that is killed, has everything that was given so far."""
+        if self._outbox is not None:
+            self._outbox.wait()
+
     def finalize(self, status: str) -> None:
         """Leaves the run open for what comes behind ``fit``; the package ends it with the process."""
         self._status = status
 
     def close(self) -> None:
-        """Ends the run in a process that was started for this fit only, at whose end nothing else would."""
-        if self._experiment is not None and self._opened_by == os.getpid() and multiprocessing.parent_process():
+        """Waits up to 30 seconds for what is not sent; ends the run in a process that was started for this fit only."""
+        outbox, self._outbox = self._outbox, None
+        answers = True
+        if outbox is not None:
+            answers = outbox.close(LAST_SECONDS)
+            outbox.report(self.trouble)
+        self._uploads.finish(self.trouble, succeeded=answers and self._status == "success")
+        opened_here = self._opened_by == os.getpid() and multiprocessing.parent_process() is not None
+        if self._experiment is not None and opened_here and answers:  # else it would be waited for without end
             self._experiment.finish(exit_code=int(self._status != "success"))
             self._experiment = None
         self._unreachable = None
 
     def _log(self, values: dict[str, Any], step: int | None) -> None:
-        if not values or not writes():
+        row = values if step is None else {**values, _AXIS: step}
+        if values and writes():
+            self._do(lambda run: run.log(row), step)
+
+    def _do(self, call: Callable[[Any], object], step: int | None = None) -> None:
+        """Calls it with the run: in a fit from the thread, else at once."""
+        if self._outbox is not None:
+            self._outbox.put(Call(call, step))
+            self._outbox.report(self.trouble)
             return
         with self._reaches():
-            self.experiment.log(values if step is None else {**values, _AXIS: step})
+            call(self.experiment)
+
+    def _send(self, calls: Sequence[Call]) -> None:
+        for one in calls:
+            one.call(self.experiment)
+
+    def _upload(self, saved: Saved) -> None:
+        run = self.experiment
+        name = self._checkpoint_name or f"model-{run.id}"
+        artifact = _package().Artifact(name=name, type="model", metadata=saved.metadata)
+        if not saved.is_local:
+            artifact.add_reference(saved.path)
+        elif Path(saved.path).is_dir():
+            artifact.add_dir(saved.path, policy=self._add_file_policy)
+        else:
+            artifact.add_file(saved.path, name="model.ckpt", policy=self._add_file_policy)
+        run.log_artifact(artifact, aliases=saved.aliases)
 
     def _run(self) -> Any:
         """The run that is open in this process or the one that started it, else a new one."""
@@ -283,7 +333,8 @@ class WandbLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         run = self._experiment  # stays where it is: the other process finds it by its id
         attach_id = self._attach_id if run is None else getattr(run, "_attach_id", None)
-        return {**self.__dict__, "_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None}
+        own = {"_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None, "_outbox": None}
+        return {**self.__dict__, **own}
 
 
 def _package() -> Any:

@@ -280,8 +280,8 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     addressed = MLFlowLogger(tracking_uri="https://me:secret@nowhere.invalid")
     (line,) = lines_of(quiet_trainer(logger=addressed).loggers)
     assert "MLFlowLogger(tracking_uri=...)" in line
-    with pytest.raises(ConfigError, match="log_model=True"):
-        quiet_trainer(logger=WandbLogger(log_model=True))
+    (uploads,) = quiet_trainer(logger=WandbLogger(log_model="all", checkpoint_name="mine")).loggers
+    assert (uploads._uploads.when, uploads._checkpoint_name) == ("all", "mine")
 
 
 @pytest.mark.parametrize("says_so", [True, False])

@@ -70,6 +70,44 @@ def test_a_run_comes_back(tmp_path):
     assert run.data.metrics["p-val_loss"] == pytest.approx(last)
 
 
+@pytest.mark.parametrize(("log_model", "steps"), [(False, []), (True, [8]), ("all", [2, 4, 6, 8])])
+def test_checkpoints_as_artifacts(tmp_path, log_model, steps):
+    class WaitsForUploads(Callback):
+        """Rotation would remove the older files before a machine as busy as that of a test has read them."""
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            logger._uploads._outbox.wait()
+
+    logger = MLFlowLogger(save_dir=tmp_path / "runs", log_model=log_model)
+    checkpoint = ModelCheckpoint(tmp_path / "files", "{step}", monitor="step", mode="max", every_n_train_steps=2)
+    trainer = quiet_trainer(
+        logger=logger, callbacks=[checkpoint, WaitsForUploads()], max_epochs=1, enable_checkpointing=True
+    )
+    trainer.fit(Classifier(), loader(32, 4))
+    client = fresh_client(tmp_path / "runs")
+    folders = [one.path for one in client.list_artifacts(logger.run_id, "model/checkpoints")]
+    assert folders == [f"model/checkpoints/step={step}" for step in steps]
+    if steps:
+        tag = client.get_run(logger.run_id).data.tags["best_checkpoint"]
+        assert tag == f"{folders[-1]}/step=8.ckpt"
+        there = Path(client.download_artifacts(logger.run_id, tag))
+        assert there.read_bytes() == Path(checkpoint.best_model_path).read_bytes()
+
+
+def test_an_upload_that_fails_costs_the_file_and_not_the_run(tmp_path, monkeypatch):
+    def refuses(*args):
+        raise ConnectionError("the store is full")
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", refuses)
+    logger = MLFlowLogger(save_dir=tmp_path / "runs", log_model=True)
+    with pytest.warns(RuntimeWarning, match="MLFlowLogger: the store is full; training goes on"):
+        quiet_trainer(
+            max_epochs=1, logger=logger, callbacks=[ModelCheckpoint(tmp_path / "files")], enable_checkpointing=True
+        ).fit(Classifier(), loader(32, 4))
+    (run,) = runs_of(tmp_path / "runs")
+    assert run.info.status == "FINISHED"
+
+
 def test_names_and_values_are_made_such_as_mlflow_takes(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # a server need not either
     logger = MLFlowLogger(save_dir=tmp_path)
@@ -250,9 +288,8 @@ def test_a_store_that_refuses_ends_the_run_before_it_begins(tmp_path, monkeypatc
 
 
 def test_arguments(tmp_path, monkeypatch):
-    for value in (True, "all"):
-        with pytest.raises(ConfigError, match=rf"log_model={value!r}.*best_model_path"):
-            MLFlowLogger(save_dir=tmp_path, log_model=value)
+    with pytest.raises(ConfigError, match="log_model='best'.*'all'.*or False"):
+        MLFlowLogger(save_dir=tmp_path, log_model="best")
     with pytest.raises(ConfigError, match="save_dir='mlruns'"):
         MLFlowLogger(save_dir=None)
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp import Callback
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp import Callback, loggers
+from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.loggers import WandbLogger
 from tests.distributed.ranks import run_ranks
@@ -264,15 +265,22 @@ def test_tables_and_images_come_with_their_step(tmp_path):
     assert (table[AXIS], table["table/nrows"], image[AXIS], image["digits/captions"]) == (3, 1, 4, ["one", "two"])
 
 
+def signal_the_service(number):
+    """The process that writes for the package."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, rest = status.read_text().rsplit(")", 1)
+            if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
+                os.kill(int(status.parent.name), number)
+
+
 class KillsTheService(Callback):
-    """Ends the process that writes for the package, before step 2."""
+    """Before step 2."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 2:
-            for status in Path("/proc").glob("[0-9]*/stat"):
-                name, rest = status.read_text().rsplit(")", 1)
-                if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
-                    os.kill(int(status.parent.name), signal.SIGKILL)
+            trainer.logger.barrier(2)
+            signal_the_service(signal.SIGKILL)
             time.sleep(0.5)
 
 
@@ -291,6 +299,97 @@ def test_a_service_that_dies_costs_values_and_not_the_run(tmp_path):
     assert "WandbLogger: " in told[0]
     assert "training goes on" in told[0]
     assert "lost, of the steps 2 to 3" in told[1]
+
+
+class StopsTheService(Callback):
+    """From step 2 on it neither answers nor ends; more is logged in each step than there is room for on the way to it."""
+
+    rows = {f"row{number}": float(number) for number in range(20_000)}  # noqa: RUF012 - never changed
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 2:
+            signal_the_service(signal.SIGSTOP)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.logger.log_metrics(self.rows, trainer.global_step)
+
+    def on_train_end(self, trainer, module):
+        assert not trainer.logger._outbox.wait(0)  # a step that handed it over itself would be there yet
+
+
+def with_a_service_that_hangs(folder):
+    os.chdir(folder)
+    os.environ.pop("WANDB_SERVICE", None)
+    loggers.wandb.LAST_SECONDS = 0.5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        trainer = fit(WandbLogger(), StopsTheService(), enable_checkpointing=False, max_steps=8)
+    signal_the_service(signal.SIGKILL)  # it would be waited for at the end of this process
+    return trainer.global_step, [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def test_a_service_that_hangs_holds_no_step_up(tmp_path):
+    ((steps, told),) = run_ranks(with_a_service_that_hangs, 1, tmp_path)
+    assert steps == 8
+    assert "no answer within 0.5 s; training goes on" in told[0]
+    assert "to 8: no answer within 0.5 s" in told[1]
+
+
+def artifacts_of(tmp_path):
+    """Name, aliases, metadata and files of each, in the order in which they came."""
+    wandb.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    return [
+        (
+            one.artifact.name,
+            list(one.artifact.aliases),
+            json.loads(one.artifact.metadata),
+            [*one.artifact.manifest.contents],
+        )
+        for one in whole_run(file)
+        if one.HasField("artifact") and one.artifact.type == "model"
+    ]
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
+def test_checkpoints_as_artifacts(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    checkpoint = kind(tmp_path / "files", "{step}", monitor="loss", mode="max", every_n_train_steps=1, save_top_k=1)
+    logger = WandbLogger(log_model=True, id="abc")
+    fit(logger, checkpoint)
+    best = Path(checkpoint.best_model_path)
+    ((name, aliases, metadata, files),) = artifacts_of(tmp_path)
+    assert (name, sorted(aliases), [one.path for one in files]) == ("model-abc", ["best", "latest"], ["model.ckpt"])
+    assert metadata["score"] == float(checkpoint.best_model_score)
+    assert metadata["original_filename"] == best.name
+    assert metadata["ModelCheckpoint"]["save_top_k"] == 1
+    assert files[0].size == best.stat().st_size
+    assert Path(files[0].local_path).read_bytes() == best.read_bytes()
+
+
+def test_each_checkpoint_as_an_artifact_when_it_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    checkpoint = ModelCheckpoint(tmp_path / "files", "{step}", monitor="step", mode="max", every_n_train_steps=1)
+    fit(WandbLogger(log_model="all", checkpoint_name="mine"), checkpoint, WaitsForUploads())
+    found = artifacts_of(tmp_path)
+    assert [(name, metadata["original_filename"]) for name, _, metadata, _ in found] == [
+        ("mine", f"step={step}.ckpt") for step in (1, 2, 3, 4)
+    ]
+    wandb.finish()
+
+
+class WaitsForUploads(Callback):
+    """Rotation would remove the older files before a machine as busy as that of a test has read them."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.logger._uploads._outbox.wait()
+
+
+def test_no_checkpoint_is_uploaded_where_that_was_not_asked_for(tmp_path):
+    fit(WandbLogger(), ModelCheckpoint(tmp_path / "files"))
+    assert artifacts_of(tmp_path) == []
 
 
 def test_a_server_that_cannot_be_reached_is_asked_once_a_fit(monkeypatch):
@@ -330,9 +429,10 @@ def test_a_wrong_key_ends_the_fit(monkeypatch):
 
 
 def test_what_it_does_not_take_is_named():
-    for value in (True, "all"):
-        with pytest.raises(ConfigError, match=f"log_model={value!r}.*log_artifact"):
-            WandbLogger(log_model=value)
+    with pytest.raises(ConfigError, match="log_model='best'.*'all'.*or False"):
+        WandbLogger(log_model="best")
+    with pytest.raises(ConfigError, match="add_file_policy='copy'.*'immutable'"):
+        WandbLogger(add_file_policy="copy")
     with pytest.raises(ConfigError, match="no option 'entty'; did you mean 'entity'"):
         WandbLogger(entty="me")
 

@@ -1,0 +1,131 @@
+"""Which checkpoints a logger uploads that was asked to by ``log_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fabricamp.errors import ConfigError
+from fabricamp.loggers.outbox import Outbox
+from fabricamp.loggers.trouble import Trouble
+
+UPLOAD_SECONDS = 600.0
+"""How long the end of a fit waits for checkpoints to be uploaded."""
+LAST_SECONDS = 30.0
+"""How long the end of one that failed does."""
+
+_TOLD = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
+_REMOTE = -1
+
+
+class Saved(NamedTuple):
+    """A file, or a folder, of a ModelCheckpoint's, as it was when it was found."""
+
+    path: str
+    changed_at: int
+    aliases: list[str]
+    metadata: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What its file is called, without the suffix."""
+        return Path(self.path).stem
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk here and no URL."""
+        return self.changed_at != _REMOTE
+
+
+class Uploads:
+    """Hands a logger its checkpoints: with "all" each when it is saved, with True those that are left when a fit ends.
+
+    ``upload`` is called by a thread of its own, so that neither steps nor rows of values wait behind a large file.
+
+    Raises:
+        ConfigError: ``log_model`` is none of True, False and "all".
+    """
+
+    def __init__(self, owner: str, log_model: Literal["all"] | bool, upload: Callable[[Saved], None]) -> None:
+        if log_model not in (True, False, "all"):
+            raise ConfigError(
+                f"{owner}(log_model={log_model!r}): choose True (the best and last checkpoints, when a fit ends), 'all' (each when "
+                "it is saved) or False"
+            )
+        self.when = log_model
+        self._upload = upload
+        self._done: dict[str, int] = {}
+        self._clear()
+
+    def after_save(self, callback: Any, trouble: Trouble) -> None:
+        """Takes note that ``callback`` has a new file."""
+        if not self.when:
+            return
+        self._callbacks[id(callback)] = callback
+        if self.when == "all":
+            self._put(callback)
+        self._outbox.report(trouble)
+
+    def finish(self, trouble: Trouble, *, succeeded: bool) -> None:
+        """Ends a fit: behind one that succeeded what is left is uploaded, for which ten minutes are waited."""
+        for callback in self._callbacks.values() if succeeded else ():
+            self._put(callback)
+        outbox = self._outbox
+        self._clear()
+        outbox.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
+        outbox.report(trouble)
+
+    def _put(self, callback: Any) -> None:
+        for saved in self._left(callback):
+            self._done[saved.path] = saved.changed_at
+            self._outbox.put(saved)
+
+    def _send(self, items: Sequence[Saved]) -> None:
+        for saved in items:
+            self._upload(saved)
+
+    def _left(self, callback: Any) -> list[Saved]:
+        """The best and last files that were not uploaded as they are now, in the order in which they were written."""
+        scores = callback.best_k_models
+        paths = dict.fromkeys([*scores, callback.best_model_path, callback.last_model_path])
+        found = [(_changed_at(path), path) for path in paths if path]
+        return [
+            Saved(path, changed_at, _aliases(callback, path), _metadata(callback, path, scores.get(path)))
+            for changed_at, path in sorted(found)
+            if changed_at and self._done.get(path) != changed_at
+        ]
+
+    def _clear(self) -> None:
+        self._callbacks: dict[int, Any] = {}
+        self._outbox: Outbox[Saved] = Outbox(self._send, most_at_once=1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_callbacks", "_outbox")  # of this process alone
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._clear()
+
+
+def _changed_at(path: str) -> int:
+    """When it was written, in ns; 0 where it is gone."""
+    if "://" in path:
+        return _REMOTE
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _aliases(callback: Any, path: str) -> list[str]:
+    return ["latest", "best"] if path == callback.best_model_path else ["latest"]
+
+
+def _metadata(callback: Any, path: str, score: Any) -> dict[str, Any]:
+    return {
+        "score": None if score is None else float(score),
+        "original_filename": Path(path).name,
+        "ModelCheckpoint": {name: getattr(callback, name) for name in _TOLD},
+    }
