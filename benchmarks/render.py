@@ -256,8 +256,8 @@ def fsdp(result):
     about = (
         "GPTs with sharded weights: 1.4 billion parameters on 4 x 1024 tokens a rank with reshard_after_forward=False, 6.9\n"
         "billion on 1 x 2048 with True; fp32 parts, computed in bf16, gradients averaged in fp32, clipped at norm 1, AdamW. Ours\n"
-        "is the Trainer at O5 with FusedAdam, everything on; fused and foreach are torch's fully_shard by hand with its AdamW\n"
-        "and clip_grad_norm_. Llama 8B is a network of Llama 3 8B's shape on 1 x 2048 tokens, five steps. One run each."
+        "is the Trainer at O5 with FusedAdam, everything on; by hand it is torch's fully_shard, its AdamW (fused or foreach) and\n"
+        "clip_grad_norm_. Llama 8B is a network of Llama 3 8B's shape on 1 x 2048 tokens, five steps. One run each."
     )
     parts = [f"## Sharded weights on {result['device']}", about]
     parts.append(table(["network", "by", *names.values(), "step over fused"], rows))

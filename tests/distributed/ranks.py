@@ -105,6 +105,7 @@ def _work(function, args, variables, folder, timeout, backend, all_here):
     rank = int(variables["RANK"])
     torch.set_num_threads(1)
     with (folder / f"stacks{rank}").open("w") as stacks:
+        faulthandler.enable(stacks)  # a rank that dies in C leaves where it was
         faulthandler.dump_traceback_later(max(timeout - 1.0, 0.1), file=stacks)
         try:
             all_here.wait(timeout)
@@ -122,6 +123,7 @@ def _work(function, args, variables, folder, timeout, backend, all_here):
             raise SystemExit(1) from None
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()  # the file is closed next
 
 
 def _wait(processes, folder, timeout):
@@ -137,7 +139,8 @@ def _wait(processes, folder, timeout):
             rank, process = waiting.pop(sentinel)
             process.join()
             if process.exitcode != 0:
-                raise AssertionError(f"rank {rank} failed with exit code {process.exitcode}\n{_failures(folder)}")
+                told = _failures(folder) + (_stacks(folder) if process.exitcode < 0 else "")
+                raise AssertionError(f"rank {rank} failed with exit code {process.exitcode}\n{told}")
 
 
 def _failures(folder):

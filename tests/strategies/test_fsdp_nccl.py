@@ -68,15 +68,18 @@ def on_two_gpus(folder):
     found["exchanged"] = exchanged_each_time(folder / "exchanged.ckpt")
     found["places"] = places()
     found["beside"] = beside(folder / "beside")
-    found["split"] = split_layers()
     found["waits"] = waits()
     return found
 
 
 def split_layers():
     """Weights after runs whose layers are split over both GPUs."""
-    strategy = FSDP([tensor_parallel.Block], parallelize=tensor_parallel.split, tensor_parallel=2)
-    return {level: with_layers_of(strategy, level) for level in ("O0", "O1", "O5")}
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return {level: with_layers_of(by_two(), level) for level in ("O0", "O1", "O5")}
+
+
+def by_two():
+    return FSDP([tensor_parallel.Block], parallelize=tensor_parallel.split, tensor_parallel=2)
 
 
 def with_layers_of(strategy, level, devices="auto"):
@@ -195,10 +198,15 @@ def test_a_folder_that_was_written_beside_training_goes_on_bit_for_bit(ranks):
     assert torch.equal(straight, resumed)
 
 
+@pytest.fixture(scope="module")
+def split_ranks():
+    return run_ranks(split_layers, 2, backend=None, start_method="spawn", timeout=120.0)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
-def test_layers_that_are_split_train_what_whole_ones_train(level, ranks):
+def test_layers_that_are_split_train_what_whole_ones_train(level, split_ranks):
     seed_everything(5, verbose=False)
-    before, together = flat(tensor_parallel.Net()), ranks[0]["split"][level]
+    before, together = flat(tensor_parallel.Net()), split_ranks[0][level]
     alone, exact = (with_layers_of("single", one, devices=1) for one in (level, "O0"))
     moved = (exact - before).norm()
     own, others = (together - exact).norm() / moved, (alone - exact).norm() / moved
