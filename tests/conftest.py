@@ -49,6 +49,17 @@ def pytest_collection():
         gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """What a file's tests have imported stays too: collections and forks of the next ones' would go over it, ever more of it."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     gpus = torch.cuda.device_count()
     for item in items:

@@ -144,7 +144,7 @@ _ALL = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("strategy", "writes", "kind", "step"),
     [
-        ("single", ModelCheckpoint, "operation", 3),
+        ("single", ModelCheckpoint, "operation", 5),
         ("fsdp", ModelCheckpoint, "file", 12),
         ("fsdp", AsyncCheckpoint, "file", 31),
         pytest.param("single", ModelCheckpoint, "operation", 1, marks=_ALL),
@@ -164,7 +164,7 @@ def test_a_kill_before_each_operation_on_a_file(strategy, writes, kind, step, tm
         killed = attempt(alone_in(here, strategy, writes), here, Kill(0, kind, when), world_size=1)
         check_files(here)
         assert killed.phase, f"{kind} {when} of {number}: {killed}"
-        if when % (5 * step) == 1:
+        if when % (3 * step) == 1:
             assert attempt(alone_in(here, strategy, writes), here, world_size=1).finished
             assert same(outcome(here), expected), when
         shutil.rmtree(here)
