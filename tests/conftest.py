@@ -14,6 +14,11 @@ import sys
 import pytest
 import torch
 
+from tests.large_pages import use_large_pages
+
+_MODULES = pytest.StashKey[int]()
+"""How many modules were loaded when memory was laid together last."""
+
 torch.set_num_threads(1)
 
 # Each process that a test starts would compile the package's sources anew, and this one the tests'.
@@ -39,7 +44,7 @@ def _leaves_one_thread():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection(session):
     """What is imported and collected stays to the end: a garbage collection would look at it in vain, for half a second each."""
     gc.disable()
     try:
@@ -47,6 +52,8 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        use_large_pages()
+        session.stash[_MODULES] = len(sys.modules)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,6 +65,9 @@ def pytest_runtest_teardown(item, nextitem):
         if nextitem is not None and nextitem.path != item.path:
             gc.collect()
             gc.freeze()
+            if len(sys.modules) - item.session.stash[_MODULES] > 100:
+                item.session.stash[_MODULES] = len(sys.modules)
+                use_large_pages()
 
 
 def pytest_collection_modifyitems(items):
