@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 import warnings
@@ -20,7 +21,7 @@ from fabricamp.strategies import FSDP
 from fabricamp.strategies.first_values import leave_meta
 from fabricamp.utilities.grads import grad_norm
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sharded import Cell, Net, fitted, flat, sharding
+from tests.distributed.sharded import OPTIMIZERS, Cell, Net, fitted, flat, sharding
 from tests.small import loader, quiet_trainer
 
 # level, optimizer, micro-batches a step, clip, reshard_after_forward, units (or offload): every pair of two neighbours somewhere.
@@ -32,13 +33,9 @@ CELLS = [
     Cell("O0", "torch's fused adamw", 1, ("norm", 0.5), False, "blocks"),
     Cell("O1", "FusedAdam", 3, ("norm", 0.5), True, "auto"),
     Cell("O1", "torch's fused adamw", 1, ("value", 0.02), True, "blocks"),
-    Cell("O1", "adamw", 3, ("norm", 0.5), False, "blocks"),
     Cell("O4", "FusedSGD", 1, ("norm", 0.5), False, "auto"),
-    Cell("O4", "sgd", 3, None, True, "blocks"),
-    Cell("O2", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
-    Cell("O2", "adamw", 1, ("value", 0.02), False, "auto"),
+    Cell("O2", "adamw", 3, ("value", 0.02), False, "auto"),
     Cell("O5", "FusedLion", 1, None, True, "auto"),
-    Cell("O5", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
     Cell("O0", "FusedLAMB", 3, ("value", 0.02), True, "blocks"),
     Cell("O0", "FusedNovoGrad", 1, ("norm", 0.5), False, "auto"),
     Cell("O0", "LARC", 1, ("norm", 0.5), True, "blocks"),
@@ -50,11 +47,22 @@ CELLS = [
     Cell("bf16-true", "sgd", 1, ("value", 0.02), True, "blocks"),
     Cell("64-true", "FusedSGD", 3, ("norm", 0.5), False, "auto"),
     Cell("O0", "sgd", 1, ("norm", 0.5), False, "offload"),
-    Cell("O4", "torch's fused adamw", 1, ("value", 0.02), True, "offload"),
+    Cell("O4", "torch's fused adamw", 1, None, True, "offload"),
     Cell("O5", "FusedLAMB", 3, ("norm", 0.5), True, "offload"),
 ]
 # They are cut within a window where there are three micro-batches to a step.
-RESUMED = [CELLS[index] for index in (0, 3, 5, 8, 10, 13, 14, 17, 20, 26)]
+RESUMED = [CELLS[0], *(cell for cell in CELLS if cell.accumulate > 1)]
+MOVED = [CELLS[0], CELLS[3], CELLS[5]]
+COPIES = [CELLS[4], CELLS[3]]
+PRODUCT = [
+    Cell(level, optimizer, accumulate, clip, *((True, "blocks"), (False, "auto"))[number % 2])
+    for number, (level, optimizer, accumulate, clip) in enumerate(
+        itertools.product(
+            ("O0", "O1", "O2", "O3", "O4", "O5"), OPTIMIZERS, (1, 3), (None, ("norm", 0.5), ("value", 0.02))
+        )
+    )
+]
+"""In the long version."""
 
 
 def first_weights(cell):
@@ -262,19 +270,41 @@ def ranks(folder):
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_two_ranks_train_what_one_process_trains_on_the_joined_batch(cell, ranks, alone):
+    assert too_far(cell, ranks[0]["straight"][cell], alone) is None
+
+
+def too_far(cell, found, alone):
+    """What is wrong with the weights that two ranks have, beside those of one process."""
     before = first_weights(cell)
-    (together, value), (single, single_value) = ranks[0]["straight"][cell], alone(cell)
+    (together, value), (single, single_value) = found, alone(cell)
     moved = (single - before).norm()
-    assert moved > 0.05
+    assert moved > 0.02
     apart = (together - single).norm() / moved
     if cell.level == "O0":
-        assert apart < 1e-6
-        assert value == pytest.approx(single_value, rel=1e-5)
-        return
+        return None if apart < 1e-6 and value == pytest.approx(single_value, rel=1e-5) else (float(apart), value)
     # Sums of half gradients are rounded in another order: neither is nearer to what fp32 gives.
     exact, _ = alone(cell._replace(level="O0"))
     own, others = (together - exact).norm() / moved, (single - exact).norm() / moved
-    assert own < 2 * others + 1e-3, (float(own), float(others))
+    return None if own < 2 * others + 1e-3 else (float(own), float(others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", sorted({cell.level for cell in PRODUCT}))
+def test_each_level_with_each_optimizer_clipping_and_accumulation(level, alone, tmp_path):
+    cells = [cell for cell in PRODUCT if cell.level == level]
+
+    def on_a_rank():
+        found = {}
+        for number, cell in enumerate(cells):
+            path = tmp_path / f"{number}.ckpt"
+            straight = fitted(cell, sharding(cell), 4, save=path)
+            found[cell] = straight, fitted(cell, sharding(cell), 4, ckpt_path=path)
+        return found
+
+    found = run_ranks(on_a_rank, 2, timeout=1500.0)[0]
+    wrong = {str(cell): far for cell in cells if (far := too_far(cell, found[cell][0], alone)) is not None}
+    assert wrong == {}
+    assert [str(cell) for cell in cells if not torch.equal(found[cell][0][0], found[cell][1][0])] == []
 
 
 @pytest.mark.parametrize("cell", RESUMED, ids=str)
@@ -288,27 +318,31 @@ def test_a_file_of_one_process_goes_on_sharded(ranks, alone):
 
 def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder, alone):
     def resumed(batch_size):
-        found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in RESUMED[:3]}
+        found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in MOVED}
         if batch_size == 2:  # two copies, each of two ranks
             path = folder / "copies.ckpt"
-            for cell in (CELLS[3], CELLS[4]):
+            for cell in COPIES:
                 found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=path)
-            found["resumed"] = fitted(CELLS[4], FSDP(replicate=2), batch_size, ckpt_path=path)
+            found["resumed"] = fitted(COPIES[-1], FSDP(replicate=2), batch_size, ckpt_path=path)
+        else:
+            found["meta"] = meta_weights()
         return found
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {number: run_ranks(resumed, number, 8 // number)[0] for number in (4, 1)}
-    copies = {cell: found[4].pop(("copies", cell))[0] for cell in (CELLS[3], CELLS[4])}
+    assert torch.equal(found[1].pop("meta"), ranks[0]["meta"])
+    copies = {cell: found[4].pop(("copies", cell))[0] for cell in COPIES}
     for cell, weights in copies.items():
         assert (weights - alone(cell)[0]).abs().max() < 1e-6, cell
-    assert torch.equal(found[4].pop("resumed")[0], copies[CELLS[4]])
+    assert torch.equal(found[4].pop("resumed")[0], copies[COPIES[-1]])
     for number, cells in found.items():
         for cell, (weights, _) in cells.items():
             straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell.level == "O0" else 2e-3
             assert (weights - straight).abs().max() < limit, (number, cell)
-    without_sharding, _ = fitted(RESUMED[1], "single", 8, ckpt_path=folder_of(folder, RESUMED[1]))
-    assert (without_sharding - ranks[0]["straight"][RESUMED[1]][0]).abs().max() < 1e-6
+    cell = MOVED[1]
+    without_sharding, _ = fitted(cell, "single", 8, ckpt_path=folder_of(folder, cell))
+    assert (without_sharding - ranks[0]["straight"][cell][0]).abs().max() < 1e-6
 
 
 def test_a_folder_holds_whole_weights_for_who_reads_it_alone(ranks, folder):
@@ -325,8 +359,6 @@ def test_a_folder_holds_whole_weights_for_who_reads_it_alone(ranks, folder):
 def test_meta_parameters_get_the_values_of_the_seed_at_any_number_of_ranks(ranks):
     weights, none = ranks[0]["meta"], ranks[1]["meta"]
     assert none is None
-    (other,) = run_ranks(meta_weights, 1)
-    assert torch.equal(weights, other)
     other, module = first_values_alone()
     assert torch.allclose(weights, other)
     assert module.blocks[1].down.weight.std() < 0.02 < module.blocks[1].up.weight.std()
