@@ -68,7 +68,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PLANS)
 def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
     """A run of up to three epochs, begun anywhere; what happens between two steps is worked out here by itself."""
