@@ -6,11 +6,19 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from fabricamp.data.combined import CombinedLoader
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import DrawnOrder, SeededOrder
+from fabricamp.data.position import draw_seed
 from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import DrawingSampler, EvalSampler, SharingSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
@@ -107,7 +115,7 @@ def draw_a_pass(loader: Any) -> None:
     """Draws what beginning a pass over ``loader`` draws: the seed that torch gives to workers, of each loader in it."""
     for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
         if isinstance(one, DataLoader):
-            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=one.generator)
+            draw_seed(one)
 
 
 def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
@@ -191,7 +199,7 @@ def _rebuilt(
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        persistent_workers=loader.persistent_workers or (tags and _loses_nothing_by_keeping(loader)),
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
@@ -204,6 +212,15 @@ def _gains_by_pinning(loader: DataLoader[Any], device: torch.device | None) -> b
     """
     on_gpu = device is not None and device.type == "cuda"
     return on_gpu and loader.num_workers > 0 and loader.multiprocessing_context is None
+
+
+def _loses_nothing_by_keeping(loader: DataLoader[Any]) -> bool:
+    """Whether workers may outlive an epoch where each sample is seeded by itself.
+
+    Not those of a dataset that is told the epoch, nor where batches are put together by a function that may draw.
+    """
+    told = callable(getattr(loader.dataset, "set_epoch", None))
+    return loader.num_workers > 0 and not told and loader.collate_fn is default_collate
 
 
 def _kind(loader: Any) -> str:

@@ -57,8 +57,13 @@ def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]
 def begin(loader: Any, *, again: bool) -> Any:
     """Returns a new pass over ``loader``; ``again`` where the run has begun one before, in this process or in an earlier one.
 
-    Torch draws a seed where it starts workers; persistent ones, which a resumed run starts again, have had theirs.
+    Torch draws a seed where it starts workers; persistent ones, which a resumed run starts again, have had theirs.  Those that a
+    loader keeps because each sample has its own seed draw as new ones would.
     """
+    if keeps_workers(loader):
+        if loader._iterator is not None:
+            draw_seed(loader)
+        return iter(loader)
     if not again or not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is not None:
         return iter(loader)
     generator = loader.generator
@@ -67,6 +72,17 @@ def begin(loader: Any, *, again: bool) -> Any:
         return iter(loader)
     finally:
         loader.generator = generator
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Whether the workers of one of torch's loaders outlive an epoch because each sample is seeded by itself."""
+    sampler = own_sampler(loader)
+    return sampler is not None and sampler.tags and bool(loader.persistent_workers)
+
+
+def draw_seed(loader: DataLoader[Any]) -> None:
+    """Draws what torch does where a pass begins: the seed that it gives to workers."""
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
 def enter(loader: Any, place: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import CombinedLoader
+from fabricamp.data.position import keeps_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,12 +100,16 @@ class Notices:
 
 
 def _workers_of(loader: Any) -> Iterator[str]:
-    """A line for each of torch's loaders whose workers do not stay."""
+    """A line for each of torch's loaders whose workers do not stay, or stay because each sample has its own seed."""
     for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
-        if isinstance(one, DataLoader) and one.num_workers > 0 and not one.persistent_workers:
-            pinned = ", and their batches are pinned" if one.pin_memory else ""
-            workers = "1 worker" if one.num_workers == 1 else f"{one.num_workers} workers"
+        if not isinstance(one, DataLoader) or one.num_workers == 0:
+            continue
+        pinned = ", and their batches are pinned" if one.pin_memory else ""
+        workers = "1 worker" if one.num_workers == 1 else f"{one.num_workers} workers"
+        if not one.persistent_workers:
             yield f"{workers} of the train loader: started anew in each epoch (persistent_workers=True keeps them){pinned}"
+        elif keeps_workers(one):
+            yield f"{workers} of the train loader: kept over the epochs (per_sample_seed), with the dataset as it is now{pinned}"
 
 
 def _shows(callback: Callback) -> bool:

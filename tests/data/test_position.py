@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from fabricamp.data import CombinedLoader, Feed, set_epoch, wire_loader
+from fabricamp.data import CombinedLoader, Feed, release_workers, set_epoch, wire_loader
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.rng import isolate_rng
 
@@ -202,6 +202,34 @@ def test_each_sample_has_its_own_random_numbers(workers):
         # Whichever rank reads a sample.
         assert read(1, rank=1, world_size=2) == first[1::2]
     assert len({tuple(sample) for sample in first}) == 6
+
+
+def test_workers_stay_where_each_sample_has_its_own_random_numbers():
+    class Told(Noise):
+        def set_epoch(self, epoch):
+            pass
+
+    def wired_anew(dataset, **options):
+        return wired(DataLoader(dataset, 3, num_workers=1, **options), per_sample_seed=True)
+
+    def read(**changes):
+        loader = wired_anew(Noise(6))
+        vars(loader).update(changes)  # not an attribute that torch lets be set
+        feed, found, workers = Feed(loader), [], set()
+        for epoch in range(3):
+            set_epoch(loader, epoch)
+            found.append([plain(batch) for batch in feed.behind(0)])
+            workers |= {one.pid for one in loader._iterator._workers} if loader.persistent_workers else {epoch}
+        release_workers(loader)
+        return found, torch.get_rng_state(), len(workers)
+
+    with isolate_rng():
+        (kept, state, processes), (anew, other_state, _) = read(), read(persistent_workers=False)
+    assert processes == 1
+    assert kept == anew
+    assert torch.equal(state, other_state)
+    assert not any(one.persistent_workers for one in (wired_anew(Told(6)), wired_anew(Noise(6), collate_fn=list)))
+    assert not wired(DataLoader(Noise(6), 3, num_workers=1)).persistent_workers
 
 
 def test_seeds_of_samples_reach_the_dataset_behind():

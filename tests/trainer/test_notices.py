@@ -125,3 +125,10 @@ def test_workers_that_start_anew_in_each_epoch_are_said(workers, epochs, said, c
     quiet_trainer(enable_model_summary=True, max_epochs=epochs).fit(Classifier(), train)
     line = "2 workers of the train loader: started anew in each epoch (persistent_workers=True keeps them)"
     assert (line in capfd.readouterr().out.splitlines()) == said
+
+
+def test_workers_that_stay_by_themselves_are_said(capfd):
+    train = DataLoader(data(8), batch_size=4, num_workers=1)
+    quiet_trainer(enable_model_summary=True, max_epochs=2, per_sample_seed=True).fit(Classifier(), train)
+    line = "1 worker of the train loader: kept over the epochs (per_sample_seed), with the dataset as it is now"
+    assert line in capfd.readouterr().out.splitlines()
