@@ -32,6 +32,8 @@ VARIABLE = "FABRICAMP_VERIFY"
 START, DONE = "start", "done"
 _SECTIONS = ("weights", "optimizers", "learning-rate schedules", "precision")
 _STATE = ("state_dict", "optimizer_states", "lr_schedulers", "amp")
+_TOLD = ("first_loss", "loss", "ring")
+"""What a loss scaler tells of the losses of its rank: a run that goes on has rank 0's on all of them."""
 
 
 class Plan(NamedTuple):
@@ -114,7 +116,11 @@ class Recorder(Callback):
 def digests_of_state(session: Session) -> dict[str, str]:
     """Digests of what a checkpoint holds of weights, optimizers, schedules and loss scale, by their names; every rank calls it."""
     saved = session.record.save(*_SECTIONS)
-    return {name: one for key in _STATE for name, one in digests(saved.get(key), key).items()}
+    found = {name: one for key in _STATE for name, one in digests(saved.get(key), key).items()}
+    if session.trainer.is_global_zero:
+        return found
+    told = [name for name in found if name.startswith("amp.") and name.rpartition(".")[2] in _TOLD]
+    return {name: one for name, one in found.items() if name not in told}
 
 
 def digests(value: Any, name: str) -> dict[str, str]:

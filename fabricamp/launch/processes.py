@@ -21,6 +21,7 @@ from fabricamp.launch.agent import ENDINGS, run_agent
 from fabricamp.launch.failures import as_error, find_cause
 from fabricamp.launch.start import check_fork, rerun_command
 from fabricamp.launch.starter import end_with_starter
+from fabricamp.rng import capture_rng, restore_rng
 
 _FORK_SECONDS = 60
 
@@ -61,9 +62,9 @@ def run_function(
         folder = Path(name)
         if start_method == "fork":
             check_fork()
-            job = _Job(function, args, multiprocessing.get_context("fork").Barrier(num_processes))
+            job = _Job(function, args, capture_rng(), multiprocessing.get_context("fork").Barrier(num_processes))
         else:
-            job = _Job(function, args)
+            job = _Job(function, args, capture_rng())
             # Saved, not handed over: tensors handed to a spawned process are shared with it, and all ranks would train the same.
             _save_job(job, folder)
         outcome = run_agent(
@@ -86,6 +87,8 @@ class _Job(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    rng: dict[str, Any]
+    """The starter's random numbers: a spawned worker has others, and Python draws a new seed behind a fork."""
     all_here: Any = None
     """A barrier of all ranks, where they are forked."""
 
@@ -108,6 +111,7 @@ def _work(folder: Path, job: _Job | None) -> None:
         _show_text_only()
         # A rank forked while a thread of the starter serves an earlier one would inherit that thread's locks, for ever closed.
         job.all_here.wait(_FORK_SECONDS)
+    restore_rng(job.rng)
     try:
         result = job.function(*job.args)
     except KeyboardInterrupt:
@@ -127,7 +131,7 @@ def _show_text_only() -> None:
 
 def _save_job(job: _Job, folder: Path) -> None:
     try:
-        torch.save(job[:2], folder / "job")
+        torch.save(job[:3], folder / "job")
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"start_method='spawn' cannot send its work to other processes ({error}); define classes and functions at the top of "

@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import rich
 import rich.console
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import choose_start_method, detect, interactive, run_function
 from fabricamp.launch.processes import _Job, _load_job, _save_job
+from fabricamp.rng import isolate_rng
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish, start, wait_for_line, without_names
 
@@ -238,7 +241,12 @@ def describe(value, tensor):
         "name": detect().name,
         "interactive": interactive(),
         "large": torch.ones(10**6),
+        "drawn": drawn(),
     }
+
+
+def drawn():
+    return [random.random(), float(np.random.rand()), torch.rand(()).item()]
 
 
 @pytest.fixture
@@ -256,7 +264,11 @@ def test_functions_bring_their_result_back(method):
     before = dict(os.environ)
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
     tensor = torch.zeros(3)
-    result = run_function(describe, ("a $$ value", tensor), 2, method)
+    with isolate_rng():
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(3)
+        result = run_function(describe, ("a $$ value", tensor), 2, method)
+        assert result["drawn"] == drawn()
     assert result["value"] == "a $$ value"
     assert result["total"].item() == 2
     assert result["tensor"].tolist() == [1, 1, 1]  # rank 0's own copy
@@ -384,7 +396,7 @@ def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where, tm
         if where != "json":
             with pytest.raises(ConfigError, match=told):
                 run_function(mine, (), 1, "spawn")
-        _save_job(_Job(mine, ()), tmp_path)
+        _save_job(_Job(mine, (), {}), tmp_path)
     # As in a process of its own, which would cost two seconds more.
     with pytest.raises(ConfigError, match=told):
         _load_job(tmp_path)
