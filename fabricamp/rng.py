@@ -61,9 +61,8 @@ def snapshot_rng() -> tuple[Any, Any, Tensor, list[Tensor]]:
     """Returns what :func:`capture_rng` takes: the states as the libraries have them, which costs a tenth."""
     import numpy as np
 
-    # An uninitialised CUDA has drawn nothing; asking would initialise it, and forking would be over.
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    devices = torch.cuda.get_rng_state_all() if cuda else []
+    # An uninitialised CUDA has drawn nothing; asking, if only for a GPU, would begin its use, and forking would be over.
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
 
 
@@ -102,7 +101,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
-    if torch.cuda.is_available():
+    if state["cuda"] and torch.cuda.is_available():
         for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state.cpu(), index)
 

@@ -79,6 +79,18 @@ def test_restore_leaves_out_devices_that_are_not_here():
     restore_rng(state)
 
 
+def test_gpus_that_are_not_in_use_are_not_even_counted(monkeypatch):
+    """A process that has asked for them cannot be forked any more."""
+
+    def asked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("is_available", "device_count", "get_rng_state_all", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    restore_rng(capture_rng())
+
+
 def test_isolation_holds_when_the_body_raises():
     seed_everything(3)
     expected = draw()
