@@ -111,9 +111,10 @@ def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
     if before := session.watchdog.fail(error):
         launch.record_failure(error)  # now with a note
         launch.record_others(before=before)
-    if isinstance(error, KeyboardInterrupt):
-        # In the middle of anything, perhaps of an update: no state to save.
-        trainer.state.stage = None
+    state = trainer.state
+    if isinstance(error, KeyboardInterrupt) or state.batches_done < state.committed:
+        # In the middle of anything, perhaps of an update, or of a launch of several steps: no state to save.
+        state.stage = None
     _give_back(session, error)
 
 

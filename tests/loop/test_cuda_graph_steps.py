@@ -256,6 +256,20 @@ def test_a_request_to_stop_and_a_signal_wait_for_the_end_of_a_launch(together):
     assert trainer.global_step == 8
 
 
+@pytest.mark.parametrize(("step", "files"), [(2, 0), (4, 1)])
+def test_an_error_within_a_launch_leaves_no_checkpoint(step, files, together, tmp_path):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == step:
+                raise ValueError("a hook")
+
+    keeper = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Fails(), keeper], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="a hook"):
+        trainer.fit(Classifier(), loader(64))
+    assert len(list(tmp_path.glob("*.ckpt"))) == files
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -525,9 +539,13 @@ def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequenc
     assert len(set(expected)) > 3
 
 
-def test_a_schedule_that_cannot_be_foreseen_is_an_error(monkeypatch):
+@pytest.mark.parametrize("is_number", [False, True])
+def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
     one = Schedule("step", 1, follows=False)
-    monkeypatch.setattr("fabricamp.engine.graph.rates._numbers_of", lambda _: lambda groups: [groups[0]["lr"].item()])
+    if is_number:
+        monkeypatch.setattr(
+            "fabricamp.engine.graph.rates._numbers_of", lambda _: lambda groups: [groups[0]["lr"].item()]
+        )
     clock = one.state  # what no copy of the schedule can know of
     config = SchedulerConfig(
         torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda _: 1 / (1 + clock.global_step)), interval="step"

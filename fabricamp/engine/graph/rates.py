@@ -48,8 +48,9 @@ class Rates:
         self._verdicts = verdicts if verdicts is not None and verdicts.schedules_follow else None
         self._steps = steps
         self._places = _places(optimizer)
-        self._tables = [torch.zeros(steps, one.numel(), dtype=one.dtype, device=one.device) for one in self._places]
+        self._tables = [torch.zeros(steps + 1, one.numel(), dtype=one.dtype, device=one.device) for one in self._places]
         self._uploaded = b""
+        self._looked = False
         self._foreseen: list[list[Any]] = []
         self._begun = 0
         if self._verdicts is not None:
@@ -77,8 +78,7 @@ class Rates:
         for row, groups in enumerate(self._groups()):
             found = numbers(groups)
             self._foreseen.append([None if isinstance(one, Tensor) else one for one in found])
-            if row < self._steps:
-                self._bring_tensors(row, found)
+            self._bring_tensors(row, found)
         if None not in self._foreseen[0]:
             self._upload(np.asarray(self._foreseen[: self._steps], np.float64))
 
@@ -87,7 +87,7 @@ class Rates:
         if content != self._uploaded:
             self._uploaded = content
             for table in self._tables:
-                upload(values, table)
+                upload(values, table[: self._steps])
 
     def _bring_tensors(self, row: int, found: list[float | Tensor]) -> None:
         for table, one in zip(self._tables, found, strict=False):
@@ -118,12 +118,19 @@ class Rates:
             place.copy_(rates[0])
 
     def check(self) -> None:
-        """Behind a launch, when the schedules have followed: raises where they did not come to what was foreseen."""
-        now = [
-            None if isinstance(one, Tensor) else one
-            for one in _numbers_of(self._optimizer)(self._optimizer.param_groups)
-        ]
-        if now != self._foreseen[self._stepped() - self._begun]:
+        """Behind a launch, when the schedules have followed: raises where they did not come to what was foreseen.
+
+        Rates in tensors are looked at behind the first launch only, since that waits for the device.
+        """
+        row = self._stepped() - self._begun
+        found = _numbers_of(self._optimizer)(self._optimizer.param_groups)
+        same = [None if isinstance(one, Tensor) else one for one in found] == self._foreseen[row]
+        if not self._looked and None in self._foreseen[row]:
+            same = same and all(
+                torch.equal(one, table[row]) for one, table in zip(self._places, self._tables, strict=True)
+            )
+        self._looked = True
+        if not same:
             raise ConfigError(
                 "cuda_graph: a schedule came to other numbers than its copy did before the launch, so it depends on more than its "
                 "own steps; give CudaGraph(steps=1)"
