@@ -326,7 +326,7 @@ class FSDP(ProcessGroupStrategy):
 
     def _choose_accumulation(self, module: nn.Module) -> str:
         """Decides where gradients of a window are exchanged; returns the words that tell of it."""
-        trained = sum(4 * one.numel() for one in module.parameters() if one.requires_grad)
+        trained = sum(max(4, one.element_size()) * one.numel() for one in module.parameters() if one.requires_grad)
         memory = memory_of(self.device, self.environment.local_world_size)
         here = not self.offload and self.parallelize is None
         fit = here and fits(trained, self.world_size // self.replicate, memory)

@@ -27,7 +27,7 @@ def memory_of(device: torch.device, processes: int) -> int:
 
 
 def fits(trained: int, sharing: int, memory: int) -> bool:
-    """Returns whether so many bytes of whole gradients, in fp32, may be kept where ``sharing`` ranks share a copy."""
+    """Returns whether so many bytes of whole gradients, fp32 at least, may be kept where ``sharing`` ranks share a copy."""
     return trained + _BYTES_OF_PARTS * trained / 4 / sharing <= _SHARE * memory
 
 

@@ -19,7 +19,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Net, SaveAt, flat
 from tests.small import loader, quiet_trainer
 
-WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB"), ("O5", "adamw")]
+WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB")]
 
 
 class Normed(Net):
@@ -209,6 +209,7 @@ def test_monitors_log_what_one_process_logs(ranks):
         key: value for key, value in ranks[0]["monitored"][1].items() if "grad" in key[0] or key[0].startswith("lr")
     }
     assert len(mine) > 2 * 20
+    assert any(name.startswith("lr") for name, _ in mine)
     assert mine == {key: pytest.approx(logged[key], rel=1e-3, abs=1e-6) for key in mine}
 
 
