@@ -113,6 +113,8 @@ def rounds(number):
         watchdog.agreement.ended_early(here=state.interrupted)
         watchdog.close()
         timer.cancel()
+        if rank in askers:
+            timer.join()  # a thread that is told to end is counted until it has
         assert state.hold_at == state.hold_evaluated == sys.maxsize
         assert state.interrupted or state.batches_done == batches
         in_validation = state.evaluated != NOT_VALIDATING
