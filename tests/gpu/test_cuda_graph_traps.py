@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import ClassVar
 
@@ -37,6 +38,37 @@ def test_windows_whose_length_changes_over_epochs(precision, optimizer):
         runs.append(fit(graph, precision, Net(optimizer), images(31), callbacks=callbacks, **options))
     assert runs[1][0].global_step == 16 + 16 + 31 + 8 + 8
     assert roles.found == [{(2, True)}] * 2 + [{(1, True)}] + [{(4, True)}] * 2
+    same(*runs)
+
+
+class Loop:
+    """The graph of a run that is over, which only a collection finds."""
+
+    def __init__(self):
+        self.itself, self.graph = self, torch.cuda.CUDAGraph()
+        values = torch.zeros(4, device="cuda")
+        with torch.cuda.graph(self.graph):
+            values += 1
+
+
+def test_a_graph_of_an_earlier_run_is_not_let_go_within_a_capture():
+    earlier = [Loop() for _ in range(8)]
+
+    class Collected(Net):
+        def training_step(self, batch, batch_idx):
+            if torch.cuda.is_current_stream_capturing() and earlier:
+                earlier.clear()
+                assert len([[] for _ in range(5000)]) == 5000  # more new objects than a collection waits for
+            return super().training_step(batch, batch_idx)
+
+    before, enabled = gc.get_threshold(), gc.isenabled()
+    gc.set_threshold(100, 1, 1)
+    try:
+        runs = [fit(graph, "O0", Collected()) for graph in (False, CudaGraph(warmup=4))]
+    finally:
+        gc.set_threshold(*before)
+    assert not earlier
+    assert gc.isenabled() == enabled
     same(*runs)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +21,7 @@ from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph import room
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.captured import without_collection
 from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
 from fabricamp.engine.graph.generators import generators_of
 from fabricamp.engine.graph.logs import LogTape, LogWatch
@@ -175,6 +179,27 @@ def test_views_of_what_was_exchanged_stay_where_a_window_closes():
     assert bias is module.bias.grad
     assert not bias._is_view()
     assert window.settle()[0].data_ptr() != bucket.data_ptr()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_within_a_capture(enabled):
+    class Loop:
+        def __init__(self):
+            self.itself = self
+
+    before, threshold = gc.isenabled(), gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ValueError), without_collection():
+            gone = weakref.ref(Loop())
+            assert len([[] for _ in range(5000)]) == 5000
+            assert gone() is not None
+            raise ValueError("of a step")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.set_threshold(*threshold)
+        (gc.enable if before else gc.disable)()
 
 
 def test_generators_of_parts_are_known_to_graphs():

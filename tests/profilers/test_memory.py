@@ -83,6 +83,7 @@ def test_a_lack_of_memory_is_in_the_snapshot(tmp_path, capsys):
     class Greedy(Classifier):
         def training_step(self, batch, batch_idx):
             self.too_much = torch.empty(2**50, dtype=torch.uint8, device=self.device)
+            return super().training_step(batch, batch_idx)
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         quiet_trainer(accelerator="gpu", profiler=MemoryProfiler(tmp_path)).fit(Greedy(), loader(32))

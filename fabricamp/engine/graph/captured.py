@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,12 @@ class Captured:
         """
         captured = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with self.generators.captured(self._graph), _ended_on_failure(stream.device, pool), captured:
+            with (
+                without_collection(),
+                self.generators.captured(self._graph),
+                _ended_on_failure(stream.device, pool),
+                captured,
+            ):
                 self.outputs = run()
                 self.metric_states.settle()
         except BaseException:
@@ -89,6 +95,18 @@ class Captured:
         """Does on the host what the call does there: weights of logged values, and counts of torchmetrics objects."""
         self.tape.play()
         self.metric_states.play()
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """A context in which no garbage is looked for: the graph of an earlier run among it would end a capture by its end."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager
