@@ -11,7 +11,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, quiet_trainer
-from tests.trainer.test_exact_resume import Samples
+from tests.trainer.test_exact_resume import Samples, Saves
 
 SIZE, BATCH, EPOCHS = 96, 4, 2
 STEP = 16  # samples
@@ -120,7 +120,34 @@ def test_steps_keep_their_samples(strategy, worlds, level, optimizer, accumulate
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, FusedAdam])
 @pytest.mark.parametrize("level", list(CLOSE))
-@pytest.mark.parametrize("worlds", [(2, 1, 4), (4, 2, 1), (1, 4, 2)])
+@pytest.mark.parametrize(
+    "worlds", [(2, 1, 4), (4, 2, 1)]
+)  # where one process begins, torch's sampler draws each epoch's order
 @pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp", "fsdp"])
 def test_steps_keep_their_samples_under_every_strategy(strategy, worlds, level, optimizer, tmp_path):
     check(tmp_path, strategy, worlds, level, optimizer, STEP // BATCH // worlds[0])
+
+
+def within_a_window(path, ckpt_path):
+    """Trains an epoch; two ranks write a file behind their third micro-batch, in the middle of a window of two."""
+    module, saves = Net(torch.optim.AdamW), Saves("batch", 3, path)
+    trainer = quiet_trainer(
+        strategy="ddp",
+        devices="auto",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        on_world_change="keep_global_batch",
+        callbacks=[] if ckpt_path else [saves],
+    )
+    trainer.fit(module, DataLoader(Samples(SIZE), BATCH), ckpt_path=ckpt_path)
+    return module.state_dict(), module.seen, trainer.accumulate_grad_batches
+
+
+def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    straight, _ = run_ranks(within_a_window, 2, path, None, timeout=120.0)
+    ((state, seen, window),) = run_ranks(within_a_window, 1, path, path, timeout=120.0)
+    assert window == 4
+    assert [index for *_, index in seen] == list(range(3 * 2 * BATCH, SIZE))
+    for name, value in straight[0].items():
+        torch.testing.assert_close(state[name], value, **CLOSE["O0"])
