@@ -8,6 +8,7 @@ import gc
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
@@ -266,12 +267,21 @@ class FSDP(ProcessGroupStrategy):
 
     def _mesh_of_ranks(self) -> Any:
         """The ranks as torch's mesh: neighbours share a copy."""
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         sharing = self.world_size // (self.replicate * self.tensor_parallel)
         sizes = {"replicate": self.replicate, "shard": sharing, TENSOR: self.tensor_parallel}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
-        mesh = init_device_mesh(self.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        if len(names) == 1:
+            self._meshes = [init_device_mesh(self.device.type, (sharing,), mesh_dim_names=names)]
+            return self._meshes[0]
+        ranks = torch.arange(self.world_size, device="cpu").view([sizes[name] for name in names])
+        # init_device_mesh would split NCCL's group, which dies of it in a process that had another one before (pytorch#192109).
+        groups = [
+            dist.new_subgroups_by_enumeration(_neighbours_along(ranks, place), timeout=self.timeout)[0]
+            for place in range(len(names))
+        ]
+        mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
         self._meshes = [mesh] if names[-1] != TENSOR else [mesh[names[:-1]], mesh[TENSOR], mesh]
         return self._meshes[0]
 
@@ -345,6 +355,12 @@ class FSDP(ProcessGroupStrategy):
             f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
             f"gathered at once{kept}"
         )
+
+
+def _neighbours_along(ranks: Tensor, dimension: int) -> list[list[int]]:
+    """Returns the ranks that differ in this dimension alone, group by group."""
+    found: list[list[int]] = ranks.transpose(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
+    return found
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
