@@ -26,7 +26,7 @@ _ROWS: Final = {
         "gpus num_gpus": "write accelerator='gpu', devices={value}; for none accelerator='cpu'",
         "hpus": "HPUs are not offered",
         "ipus": "IPUs are not offered",
-        "log_gpu_memory": "log torch.cuda.memory_stats() in a Callback",
+        "log_gpu_memory": "give callbacks=DeviceStatsMonitor()",
         "max_nb_epochs epochs n_epochs num_epochs num_train_epochs": "write max_epochs={value}",
         "min_nb_epochs": "write min_epochs={value}",
         "multiple_trainloader_mode": "give fit a CombinedLoader(loaders, mode={value}) of fabricamp.data",

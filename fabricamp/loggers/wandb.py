@@ -113,6 +113,7 @@ class WandbLogger(Logger):
         self._unreachable: str | None = None
         self._status = "success"
         self._outbox: Outbox[Call] | None = None
+        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
 
     @property
     def experiment(self) -> Any:
@@ -122,6 +123,9 @@ class WandbLogger(Logger):
         if self._experiment is None:
             self._experiment = self._run()
             self._id = str(self._experiment.id)
+        watched, self._watched = self._watched, []
+        for model, options in watched:
+            self._experiment.watch(model, **options)
         return self._experiment
 
     @property
@@ -185,12 +189,21 @@ class WandbLogger(Logger):
     def watch(
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
-        """Logs histograms of gradients, parameters or "all", every ``log_freq`` batches, by hooks that cost each step."""
-        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+        """Logs histograms of gradients, parameters or "all", every ``log_freq`` batches, by hooks that cost each step.
+
+        Before a run is open it waits for that: a checkpoint may name the run to go on in.
+        """
+        if not writes():
+            return
+        self._watched.append((model, {"log": log, "log_freq": log_freq, "log_graph": log_graph}))
+        if self._experiment is not None or self._attach_id is not None or _package().run is not None:
+            _ = self.experiment
 
     def unwatch(self, model: nn.Module | None = None) -> None:
         """Ends :meth:`watch`, of every model where none is given."""
-        self.experiment.unwatch(model)
+        self._watched = [one for one in self._watched if model is not None and one[0] is not model]
+        if self._experiment is not None:
+            self._experiment.unwatch(model)
 
     def log_table(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +70,24 @@ ALL_FORMS = """
 """
 
 
-def test_every_form_of_import_and_what_is_not_offered(tmp_path):
+NOT_INSTALLED = """
+    import sys
+
+    class Nowhere:
+        def find_spec(self, name, *_):
+            if name in ("lightning", "pytorch_lightning", "lightning_fabric"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Nowhere())
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, installed):
+    if not installed:
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NOT_INSTALLED))  # Python imports it when it starts
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(fabricamp.__file__).parents[1]}")
+        assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
     shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
     lines = shown.splitlines()
     assert lines[0].startswith("Lightning's loops is not offered by fabricamp: override the hooks")

@@ -254,6 +254,20 @@ def test_a_copy_for_another_process_logs_to_the_open_run(tmp_path):
     assert Written(tmp_path).rows(AXIS, "here", "there") == [(0, 1, None), (1, None, 1), (2, 1, None)]
 
 
+def test_what_is_watched_before_the_fit_is_watched_in_the_run_that_goes_on(tmp_path):
+    first = WandbLogger()
+    saved = fit(first, ModelCheckpoint(tmp_path / "files"), max_steps=2)
+    wandb.finish()
+    time.sleep(1)  # offline runs of one second and id share a folder
+    again, model = WandbLogger(), Classifier()
+    again.watch(model, log_freq=1)
+    fit(again, model=model, ckpt_path=saved.checkpoint_callback.best_model_path)
+    assert again.version == first.version
+    names = {name for row in Written(tmp_path, 2).history for name in row}
+    assert [name for name in names if name.startswith("gradients/net.2.weight")]
+    again.unwatch(model)
+
+
 def test_tables_and_images_come_with_their_step(tmp_path):
     logger = WandbLogger()
     logger.log_table("table", ["a", "b"], [[1, 2]], step=3)

@@ -117,6 +117,28 @@ def test_log_dict_takes_what_log_takes_in_its_order():
     assert not {"a", "b"} & set(trainer.logged_metrics)
 
 
+def test_metric_attribute_changes_nothing():
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs the package torchmetrics")
+
+    def logged(**options):
+        class Counts(Classifier):
+            def __init__(self):
+                super().__init__()
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch, batch_idx):
+                self.mean(batch[1].float())
+                self.log("mean", self.mean, on_step=True, on_epoch=True, **options)
+                return super().training_step(batch, batch_idx)
+
+        trainer = quiet_trainer(max_epochs=1)
+        trainer.fit(Counts(), loader(8))
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    assert logged(metric_attribute="mean") == logged()
+    assert {"mean_step", "mean_epoch"} <= logged().keys()
+
+
 class Gathers(Classifier):
     def on_fit_start(self):
         rank = self.global_rank

@@ -126,3 +126,31 @@ def test_hyperparameters_go_to_loggers_where_that_is_wanted(tmp_path, logs):
     assert ("width" in json.loads((tmp_path / "run" / "run.json").read_text())["hyperparameters"]) == logs
     trainer.save_checkpoint(tmp_path / "file.ckpt")
     assert torch.load(tmp_path / "file.ckpt", weights_only=True)["hyper_parameters"] == {"width": 3}
+
+
+def test_detect_anomaly_names_the_operation_for_as_long_as_the_run():
+    class Bad(Classifier):
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch[0]) * 0).sqrt().sum()  # its gradient is 0 * inf
+
+    with pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
+        quiet_trainer(max_steps=1, detect_anomaly=True).fit(Bad(), loader())
+    assert not torch.is_anomaly_enabled()
+    quiet_trainer(max_steps=1).fit(Bad(), loader())
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_evaluation_is_in_inference_mode_or_without_gradients(inference_mode):
+    class Looks(Classifier):
+        def validation_step(self, batch, batch_idx):
+            seen.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+        test_step = predict_step = validation_step
+
+    seen = set()
+    trainer, module = quiet_trainer(max_steps=1, inference_mode=inference_mode), Looks()
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    trainer.test(module, loader(), verbose=False)
+    trainer.predict(module, loader())
+    assert seen == {(inference_mode, False)}
