@@ -93,8 +93,7 @@ class ModelCheckpoint(Callback):
         steps_and_epochs = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
         check_kind(self, "a whole number", optional=True, **steps_and_epochs)
         self.dirpath = None if dirpath is None else places.normal(dirpath)
-        self.filename = filename
-        self.monitor = monitor
+        self.filename, self.monitor = filename, monitor
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k

@@ -70,10 +70,8 @@ class Session:
 
     def __init__(self, runner: Runner, fn: TrainerFn, module: TrainingModule, source: GivenData) -> None:
         trainer, settings = runner.trainer, runner.settings
-        self.trainer = trainer
-        self.fn = fn
-        self.module = module
-        self.source = source
+        self.trainer, self.fn = trainer, fn
+        self.module, self.source = module, source
         self.settings = settings
         self.strategy = trainer.strategy
         self.precision = trainer.precision_plugin

@@ -83,8 +83,7 @@ class FSDP(ProcessGroupStrategy):
         super().__init__(timeout=timeout)
         self.units = units if units == "auto" else checked_classes("units", units)
         self.activation_checkpointing = checked_classes("activation_checkpointing", activation_checkpointing)
-        self.replicate = checked_copies(replicate)
-        self.offload = checked_flag(offload)
+        self.replicate, self.offload = checked_copies(replicate), checked_flag(offload)
         self.parallelize, self.tensor_parallel = parallelize, checked(parallelize, tensor_parallel)
         if self.offload and parallelize is not None:
             raise ConfigError("FSDP(offload=True, parallelize=...) is not offered: leave one of them out")
@@ -232,8 +231,7 @@ class FSDP(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
-        self._undo = self._module = self._whole = None
-        self._steps = {}
+        self._undo, self._module, self._whole, self._steps = None, None, None, {}
         # Nobody may hold the group beyond this: torch's states hold each other, and the mesh is the optimizers' too.
         gc.collect()
         for mesh in self._meshes:

@@ -335,8 +335,7 @@ class TrainerProperties(TrainerLimits):
     @property
     def estimated_stepping_batches(self) -> float:
         """The number of steps that training will take, for schedules; infinity where neither epochs nor steps are limited."""
-        batches = self.num_training_batches
-        limits = [self.max_steps] if self.max_steps >= 0 else []
+        batches, limits = self.num_training_batches, [self.max_steps] if self.max_steps >= 0 else []
         if batches != float("inf") and self.max_epochs >= 0:
             limits.append(self._steps_of(int(batches)))
         return min(limits, default=float("inf"))

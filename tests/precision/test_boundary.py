@@ -311,6 +311,16 @@ def test_convert_input_by_level():
     assert (cast["x"].dtype, cast["y"].dtype, cast["name"]) == (torch.float64, torch.int64, "a")
 
 
+def runs_in_bf16(layer, *arguments):
+    """Whether torch's autocast runs it here: oneDNN has an LSTM in bf16 on some CPUs alone."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(*arguments)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "MultiheadAttention", "Conv2d", "Embedding"])
 def test_layers_of_torch_run_at_every_level(kind):
     for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
@@ -327,6 +337,10 @@ def test_layers_of_torch_run_at_every_level(kind):
                 converted(layer, level)
             continue
         precision = converted(layer, level)
+        if (kind, level) == ("LSTM", "O4") and not runs_in_bf16(layer, *arguments):
+            with pytest.raises(RuntimeError, match="primitive"):  # as by torch alone
+                precision.forward(layer, *arguments)
+            continue
         output = precision.forward(layer, *arguments)
         output = output[0] if isinstance(output, tuple) else output
         precision.backward(output.float().square().mean())
