@@ -134,8 +134,7 @@ class RunState:
         self.stage: RunningStage | None = None
         self.status = TrainerStatus.INITIALIZING
         self.scope = Scope.NOWHERE
-        self.epoch = 0
-        self.epoch_ended = False
+        self.epoch, self.epoch_ended = 0, False
         self.global_step = 0
         self.skipped_before = 0  # of these, in the fits before this one
         self.batch_idx = 0

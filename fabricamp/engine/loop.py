@@ -165,18 +165,16 @@ class FitLoop:
         """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
         state, feed, update = self.state, self.parts.feed, self.update
         batch_end, run_batch = self._batch_end, update.run_batch
-        starts, validates, settings = bool(self._batch_start), self._validates, self._settings
+        starts, validates, limits = bool(self._batch_start), self._validates, self._settings
         state.scope = Scope.TRAIN_STEP
-        first, steps = state.batch_idx, state.global_step
         # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
-        last = first > 0
+        first, steps, last = state.batch_idx, state.global_step, state.batch_idx > 0
         update.begin_epoch(first)
         state.batches = enumerate(update.read(feed.behind(first)), first)
         for batch_idx, batch in state.batches:
             state.batch, last = batch, feed.last
             if starts and self._skips(batch, batch_idx):
                 last = True
-                self._end_data(batch_idx + 1, skipped=True)
                 break
             outputs = run_batch(batch, batch_idx, last)
             if last:
@@ -195,18 +193,14 @@ class FitLoop:
             if validates and self._validation_is_due(last) and self._validate():
                 last = False  # a run that goes on from here begins with this validation
                 break
-            update.stepped, bounds = False, stepped or last
-            if (
-                bounds
-                and (state.should_stop or state.global_step >= settings.max_steps >= 0)
-                and self._done(in_epoch=True)
-            ):
+            update.stepped, bound = False, stepped or last
+            full = state.should_stop or state.global_step >= limits.max_steps >= 0
+            if bound and full and self._done(in_epoch=True):
                 break
-            state.passed = state.batches_done if bounds else state.passed
+            state.passed = state.batches_done if bound else state.passed
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
-        began = state.global_step > steps or state.open_batches > 0
-        self._check_fed(trained=began or not last or first == state.batch_idx > 0)
+        self._check_fed(steps, ended=last and not first == state.batch_idx > 0)
         state.batch = state.batches = None
         return last
 
@@ -220,7 +214,7 @@ class FitLoop:
         self.update.end_epoch()
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
-        """Runs every hook before the batch; returns whether one of them answered -1: skip the rest of the epoch."""
+        """Runs every hook before the batch; returns whether one of them answered -1, which ends the epoch's data here."""
         skips = False
         for hook in self._batch_start:
             skips = hook(batch, batch_idx) == -1 or skips
@@ -229,16 +223,19 @@ class FitLoop:
                 "on_train_batch_start answered -1, and the rest of a launch of several steps cannot be skipped; let the callback's "
                 "holds_at name the step before, or give CudaGraph(steps=1)"
             )
+        if skips:
+            self._end_data(batch_idx + 1, skipped=True)
         return skips
 
-    def _check_fed(self, *, trained: bool) -> None:
-        """Raises where an epoch had no batch; warns, once, where it had no step."""
+    def _check_fed(self, steps: int, *, ended: bool) -> None:
+        """Raises where an epoch had no batch; warns, once, where it has ended with no step more than ``steps``, nor begun one."""
         if self.state.batch is None and not self.state.batch_idx:
             raise ConfigError(
                 f"the train loader gave no batch in epoch {self.state.epoch}; check the data set and the batch size (an iterator "
                 "is used up after one pass: give a loader that can be iterated again)"
             )
-        if trained or self._told_of_no_step or self.parts.strategy.rank:
+        trained = self.state.global_step > steps or self.state.open_batches > 0
+        if trained or not ended or self._told_of_no_step or self.parts.strategy.rank:
             return
         self._told_of_no_step = True
         if not self.state.batch_idx:
