@@ -6,6 +6,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -184,7 +185,7 @@ class CometLogger(Logger):
     def _starter(self) -> Callable[[], Any]:
         package = _package()
         config = package.ExperimentConfig(**self._config)
-        return partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
+        return partial(_started, package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
 
     def _send(self, items: Sequence[Call]) -> None:
         experiment = self._opened()
@@ -219,3 +220,16 @@ def _package() -> Any:
         return importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
         raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
+
+
+def _started(start: Callable[..., Any], **options: Any) -> Any:
+    """Starts an experiment by random numbers of its own.
+
+    The package names an offline archive by Python's generator, which a resumed run restores: its archive would replace the first.
+    """
+    before = random.getstate()
+    random.seed()
+    try:
+        return start(**options)
+    finally:
+        random.setstate(before)

@@ -273,7 +273,7 @@ class FSDP(ProcessGroupStrategy):
         if len(names) == 1:
             self._meshes = [init_device_mesh(self.device.type, (sharing,), mesh_dim_names=names)]
             return self._meshes[0]
-        ranks = torch.arange(self.world_size, device="cpu").view([sizes[name] for name in names])
+        ranks = torch.arange(self.world_size, dtype=torch.int64, device="cpu").view([sizes[one] for one in names])
         # init_device_mesh would split NCCL's group, which dies of it in a process that had another one before (pytorch#192109).
         groups = [
             dist.new_subgroups_by_enumeration(_neighbours_along(ranks, place), timeout=self.timeout)[0]

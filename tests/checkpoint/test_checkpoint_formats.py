@@ -113,7 +113,8 @@ def as_read(path):
         "skipped_before": 0,
         **state["loops"]["fit"],
     }
-    for metrics in state["loops"]["fit"]["metrics"]:  # what earlier files have no word of
+    state["loops"]["fit"].pop("step_size", None)  # what earlier files have no word of, nor of what follows
+    for metrics in state["loops"]["fit"]["metrics"]:
         for name in ("given", "dtypes"):
             metrics.setdefault(name, {})
         for cell in metrics["table"]["cells"]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
+from fabricamp.rng import global_seed
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, quiet_trainer
 from tests.trainer.test_exact_resume import Samples, Saves
@@ -56,7 +57,9 @@ class InOneProcess(Sampler):
         return self.size
 
     def __iter__(self):
-        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        return iter(
+            torch.randperm(self.size, generator=torch.Generator().manual_seed(global_seed() + self.epoch)).tolist()
+        )
 
 
 def train(folder, loader, until, level, optimizer, accumulate, strategy="single"):

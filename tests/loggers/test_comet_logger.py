@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import sys
 import threading
 import zipfile
@@ -107,6 +108,18 @@ def test_a_fit_is_an_experiment_that_a_thread_writes(tmp_path, monkeypatch):
     assert written.rows("p-loss") == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert {"width": 3, "net/depth": 2}.items() <= written.parameters().items()
     assert "Linear(in_features=8" in written.graphs()[0]
+
+
+def test_archives_of_an_experiment_are_several_whatever_the_seed(tmp_path):
+    first, again = offline(tmp_path / "out"), offline(tmp_path / "out")
+    for logger in (first, again):
+        random.seed(7)  # as a resumed run restores its own
+        before = random.getstate()
+        logger.experiment.end()
+        assert random.getstate() == before
+        again.load_state_dict(first.state_dict())
+    assert again.version == first.version
+    assert Written(tmp_path / "out", 2).experiment["offline_id"] == first.version
 
 
 def test_a_resumed_fit_goes_on_in_its_experiment(tmp_path):
