@@ -64,7 +64,7 @@ def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | Non
         rows = x.reshape(-1, norm.width)
         factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
         if norm.center:
-            result = layer_norm_reference(rows, norm.width, factor, shift, ctx.eps, dtype=norm.output)
+            result = layer_norm_reference(rows, norm.width, factor, shift, eps=ctx.eps, dtype=norm.output)
         else:
             result = rms_norm_reference(rows, norm.width, factor, ctx.eps, dtype=norm.output)
     wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
@@ -78,16 +78,8 @@ def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | Non
     schema="(Tensor x, Tensor? weight, Tensor? bias, SymInt width, float eps, ScalarType dtype, bool center, bool efficient)"
     " -> (Tensor, Tensor)",
 )
-def _forward_op(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,
-    dtype: torch.dtype,
-    center: bool,
-    efficient: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward_op(x: Tensor, weight: Tensor | None, bias: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+    width, eps, dtype, center, efficient = how
     norm = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device)
     return kernels_of(norm).forward(x, weight, bias, eps)
 
@@ -105,19 +97,8 @@ def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     schema="(Tensor gradient, Tensor saved, Tensor statistics, Tensor? weight, Tensor? bias, SymInt width, float eps, "
     "ScalarType dtype, bool center, bool efficient, bool sums) -> (Tensor, Tensor, Tensor)",
 )
-def _backward_op(
-    gradient: Tensor,
-    saved: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,
-    dtype: torch.dtype,
-    center: bool,
-    efficient: bool,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_op(gradient: Tensor, saved: Tensor, statistics: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weight, bias, width, eps, dtype, center, efficient, sums = rest
     norm = _norm_of(dtype, weight, bias, width, gradient.dtype, center, efficient, gradient.device)
     found = kernels_of(norm).backward(gradient.contiguous(), saved, statistics, weight, bias, eps, sums)
     of_input, of_weight, of_bias = (gradient.new_empty(0) if one is None else one for one in found)

@@ -60,7 +60,7 @@ def layer_norm(
     with _without_autocast(x):
         if _alike(x, weight, bias, output):
             return F.layer_norm(x, shape, weight, bias, eps)
-        return layer_norm_reference(x, shape, weight, bias, eps, dtype=output)
+        return layer_norm_reference(x, shape, weight, bias, eps=eps, dtype=output)
 
 
 def rms_norm(
@@ -157,7 +157,7 @@ def _by_kernel(
     if compiling or dispatch_modes():  # these have to see a registered operation
         norm = _norm(*kind)
         return None if norm is None else registered(x, weight, bias, norm, eps)
-    kernels = _kernels(*kind, dispatch.settings)
+    kernels = _kernels(dispatch.settings, *kind)
     if kernels is None:
         return None
     x, weight, bias = contiguous(x, weight, bias)
@@ -202,17 +202,7 @@ def _norm(
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernels(
-    op: str,
-    shape: tuple[int, ...],
-    given: torch.dtype,
-    output: torch.dtype,
-    of_weight: torch.dtype | None,
-    of_bias: torch.dtype | None,
-    efficient: bool,
-    device: torch.device,
-    settings: object,  # noqa: ARG001 - a part of the key
-) -> Kernels | None:
-    """The kernels that run, under these ``settings`` of dispatch: asked for by every call."""
-    norm = _norm(op, shape, given, output, of_weight, of_bias, efficient, device)
+def _kernels(_settings: object, *kind: Any) -> Kernels | None:
+    """The kernels that run, under these settings of dispatch: asked for by every call."""
+    norm = _norm(*kind)
     return None if norm is None else kernels_of(norm)

@@ -13,16 +13,14 @@ from torch import Tensor
 def layer_norm_reference(
     x: Tensor,
     normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    *parameters: Tensor | None,
     eps: float = 1e-5,
-    *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What :func:`~fabricamp.ops.layer_norm` does."""
+    """What :func:`~fabricamp.ops.layer_norm` does, with weight and bias as ``parameters``."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    factor, shift = (None if one is None else one.to(wide) for one in (weight, bias))
-    return F.layer_norm(x.to(wide), shape_of(normalized_shape), factor, shift, eps).to(dtype or x.dtype)
+    of_wide = [None if one is None else one.to(wide) for one in parameters]
+    return F.layer_norm(x.to(wide), shape_of(normalized_shape), *of_wide, eps=eps).to(dtype or x.dtype)
 
 
 def rms_norm_reference(
