@@ -19,8 +19,8 @@ def layer_norm_reference(
 ) -> Tensor:
     """What :func:`~fabricamp.ops.layer_norm` does, with weight and bias as ``parameters``."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    of_wide = [None if one is None else one.to(wide) for one in parameters]
-    return F.layer_norm(x.to(wide), shape_of(normalized_shape), *of_wide, eps=eps).to(dtype or x.dtype)
+    weight, bias, *_ = (*(None if one is None else one.to(wide) for one in parameters), None, None)
+    return F.layer_norm(x.to(wide), shape_of(normalized_shape), weight, bias, eps).to(dtype or x.dtype)
 
 
 def rms_norm_reference(
