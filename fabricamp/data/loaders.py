@@ -43,6 +43,7 @@ def wire_loader(
     per_sample_seed: bool = False,
     device: torch.device | None = None,
     in_batches: bool = False,
+    at_once: int = 1,
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
@@ -52,11 +53,11 @@ def wire_loader(
     is, which is said once where ranks could read the same data. With ``distributed_sampler`` False every rank reads the whole
     dataset; with ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch. ``per_sample_seed``
     seeds each sample that is trained on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not
-    rebuilt. The data of a :class:`ResidentLoader` come to ``device``.
+    rebuilt. The data of a :class:`ResidentLoader` come to ``device``. ``at_once``: how many batches may be read together.
     """
     if isinstance(loader, CombinedLoader):
         options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
-        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches)
+        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches, at_once=at_once)
         wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
         return loader.map(wire)
     sampler = _plain_sampler(loader)
@@ -80,7 +81,9 @@ def wire_loader(
         return loader
     place, places = (rank, world_size) if distributed_sampler else (0, 1)
     if train:
-        order = _train_sampler(loader, sampler, place, places, seed, shuffle=not overfit, tags=per_sample_seed)
+        order = _train_sampler(
+            loader, sampler, place, places, seed, shuffle=not overfit, tags=per_sample_seed, at_once=at_once
+        )
         return _rebuilt(loader, order, rank, device)
     if places == 1:
         return loader
@@ -140,6 +143,7 @@ def _train_sampler(
     *,
     shuffle: bool,
     tags: bool,
+    at_once: int,
 ) -> TrainSampler:
     """The sampler of a rank; it knows the orders of other numbers of ranks too, as a run may have begun with another."""
     dataset: Any = loader.dataset
@@ -150,7 +154,7 @@ def _train_sampler(
     if not (shuffle and isinstance(sampler, RandomSampler)):
         order = SeededOrder(size, shuffle=False, seed=seed)
         return TrainSampler(order, **options) if world_size == 1 else SharingSampler(loader.dataset, order, **options)
-    drawn = DrawnOrder(sampler, window=_samples_ahead(loader))
+    drawn = DrawnOrder(sampler, window=_samples_ahead(loader, at_once))
     seeded = [SeededOrder(size, shuffle=True, seed=seed)] if drawn.once else []
     if world_size == 1:
         return DrawingSampler(sampler, drawn, *seeded, **options)
@@ -170,9 +174,9 @@ def _resident_sampler(
     return TrainSampler(order, rank=rank, world_size=world_size, earlier_seed=seed)
 
 
-def _samples_ahead(loader: DataLoader[Any]) -> int:
+def _samples_ahead(loader: DataLoader[Any], at_once: int) -> int:
     """How many samples may have been asked for that no step has seen: those of the workers, and of batches that are read ahead."""
-    return (loader.batch_size or 1) * (1 + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
+    return (loader.batch_size or 1) * (at_once + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
 
 
 def _rebuilt(

@@ -328,4 +328,5 @@ class DataSource:
             per_sample_seed=train and self._settings.per_sample_seed,
             device=self._strategy.device,
             in_batches=in_batches,
+            at_once=1 if self._settings.cuda_graph is None else self._settings.cuda_graph.steps,
         )

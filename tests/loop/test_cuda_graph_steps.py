@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import EMA, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
@@ -316,6 +317,33 @@ def test_what_cannot_be_done_within_a_launch_is_an_error(together, tmp_path):
         quiet_trainer(max_epochs=1, callbacks=[Saves()]).fit(Classifier(), loader(64))
     with pytest.raises(ConfigError, match="on_train_batch_start answered -1"):
         quiet_trainer(max_epochs=1, callbacks=[Skips()]).fit(Classifier(), loader(64))
+
+
+class Reads(Callback):
+    """The samples of each batch."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.rows.append(batch[0][:, 0].tolist())
+
+
+def test_samples_that_are_drawn_far_ahead_are_drawn_again_where_a_run_goes_on(together, tmp_path):
+    """With replacement torch draws 32 at a time: behind a launch those of the next are drawn already."""
+    data = TensorDataset(torch.arange(768.0).view(768, 1).expand(768, 8), torch.zeros(768, dtype=torch.int64))
+
+    def fit(path=None):
+        drawn = RandomSampler(data, replacement=True, generator=torch.Generator().manual_seed(5))
+        reads, graph = Reads(), CudaGraph(steps=4, required=False)
+        keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
+        given = {"callbacks": [reads, keeper], "enable_checkpointing": True, "cuda_graph": graph, "max_epochs": 1}
+        quiet_trainer(**given).fit(Classifier(), DataLoader(data, batch_size=64, sampler=drawn), ckpt_path=path)
+        return reads.rows
+
+    whole = fit()
+    (file,) = tmp_path.glob("*step=4.ckpt")
+    assert fit(file) == whole[4:]
 
 
 # -- which hooks may be late ------------------------------------------------------------------------------------------------------
