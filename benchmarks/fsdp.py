@@ -6,9 +6,10 @@ Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens a rank w
 on 1 x 2048 with True.  Weights are fp32 parts, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
 of 1, AdamW.  "fused" and "foreach" are torch's AdamW behind ``clip_grad_norm_`` in a plain loop; "ours" is the Trainer at O5
 with FusedAdam, "ours O4" the same under autocast, with everything that a Trainer does by itself.  All begin with values of
-the same distributions, because a GPU's clock follows what it computes with.  "plain" is "fused" over plain tensors in the memory of
-a rank's parts, clipped by the norm of these alone: what clip and update cost the host where nothing is sharded.  "ours" also takes five steps of a network of
-Llama 3 8B's shape, for their peak memory, and writes and reads checkpoints of the first network ("saved").
+the same distributions, because a GPU's clock follows what it computes with.  "plain" is "fused" over plain tensors in the
+memory of a rank's parts, clipped by the norm of these alone: what clip and update cost the host where nothing is sharded.
+"ours" also takes five steps of a network of Llama 3 8B's shape, for their peak memory, and writes and reads checkpoints of
+the first network ("saved").
 
 Step ms: wall time of all measured steps together.  Update ms: what lies on the GPU between the end of backward and the end of
 the update, clipping included, by events.  Host ms: what the host takes from the end of backward to the end of the step's calls.
