@@ -36,8 +36,9 @@ PEAKS = {
 
 
 class Step(NamedTuple):
-    """One step: the marks around it (events, or seconds), seconds on the host, those spent reading, and what was in it."""
+    """One step, or ``steps`` of a launch: its marks (events, or seconds), the host's seconds, those of reading, its content."""
 
+    steps: int
     begin: Any
     end: Any
     seconds: float
@@ -51,7 +52,8 @@ class Pace:
     """The last ``window`` steps on ``device``."""
 
     def __init__(self, device: torch.device, window: int) -> None:
-        self.steps: deque[Step] = deque(maxlen=window)
+        self.steps: deque[Step] = deque()
+        self._window, self._held = window, 0
         self._device = device
         self._feed: Feed | None = None
         self._counts = (0, 0, 0)
@@ -72,10 +74,13 @@ class Pace:
         batches, before, items_before = self._counts
         self._counts = (batches + 1, before + samples, items_before + items)
 
-    def end_step(self) -> None:
-        """The step ends here, and the next one begins."""
-        mark = self._mark()
-        self.steps.append(Step(self._start, mark, time.perf_counter() - self._host, self._reading, *self._counts))
+    def end_step(self, steps: int = 1) -> None:
+        """The step ends here, or so many of one launch, and the next one begins."""
+        mark, seconds = self._mark(), time.perf_counter() - self._host
+        self.steps.append(Step(steps, self._start, mark, seconds, self._reading, *self._counts))
+        self._held += steps
+        while self._held - self.steps[0].steps >= self._window:
+            self._held -= self.steps.popleft().steps
         self._begin_at(mark)
 
     @contextlib.contextmanager
@@ -88,7 +93,7 @@ class Pace:
             self._reading += time.perf_counter() - before
 
     def done(self) -> list[tuple[Step, float]]:
-        """The steps that the device is done with, and how many seconds each took there: nothing is waited for."""
+        """The launches that the device is done with, and how many seconds each took there: nothing is waited for."""
         steps = list(self.steps)
         if self._device.type != "cuda":
             return [(one, one.end - one.begin) for one in steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ class ThroughputMonitor(Callback):
     and ``reserved_bytes`` (the allocator's pool).
 
     A GPU's steps are timed by events, which are read when they are over: the host waits for nothing.  Validation does not count.
+    Steps of one launch (``CudaGraph(steps=...)``) are timed together, and count as equally long.
     FLOPs are those of the first batch, counted by ``torch.utils.flop_counter``, or the module's ``flops_per_batch``.
 
     Args:
@@ -86,6 +88,10 @@ class ThroughputMonitor(Callback):
         if self._pace is not None:
             self._pace.follow(trainer.train_feed)
 
+    def holds_at(self, global_step: int) -> float:
+        """Never: a launch of several steps is timed as a whole."""
+        return math.inf
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
         """Begins to count FLOPs, in the first batch."""
         if self.flops_per_batch is None and self._pace is not None:
@@ -108,10 +114,10 @@ class ThroughputMonitor(Callback):
             pace.begin()
             return
         pace.count(samples, items)
-        if step == self._step:
+        if step == self._step or trainer.state.batches_done < trainer.state.committed:
             return
+        pace.end_step(step - self._step)
         self._step = step
-        pace.end_step()
         if is_due(trainer, step):
             self._log(trainer, pace)
 
@@ -152,7 +158,7 @@ class ThroughputMonitor(Callback):
         values = {f"device/{name}_per_sec": value for name, value in sums.items()}
         if trainer.world_size > 1:
             values |= {f"{name}_per_sec": trainer.strategy.data_ranks * value for name, value in sums.items()}
-        times = [1e3 * took for _, took in done]
+        times = [1e3 * took / step.steps for step, took in done for _ in range(step.steps)]
         values |= {f"step_ms_p{share}": percentile(times, share / 100) for share in _PERCENTILES}
         values["data_share"] = sum(step.reading for step, _ in done) / host
         values |= self._flops(trainer, sums["batches"]) | _memory(trainer)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from fabricamp import Callback, ConfigError
+from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import ThroughputMonitor, _pace
 from fabricamp.callbacks._pace import peak_flops
 from fabricamp.loggers import Logger
 from fabricamp.torch_private import dispatch_modes
 from tests.distributed.ranks import run_ranks
+from tests.loop.test_cuda_graph_steps import Together
 from tests.small import QUIET, Classifier, Trainer, loader, quiet_trainer
 
 FLOPS = 2 * 4 * 8 * 16 * 2 + 2 * 4 * 16 * 3 * 3
@@ -125,6 +128,24 @@ def test_a_step_has_the_micro_batches_of_its_window(monkeypatch):
     assert monitor.flops_per_batch == FLOPS
 
 
+def test_steps_of_a_launch_are_timed_together_and_are_equally_long(monkeypatch):
+    """What the device does of a launch is seen at its end; behind each of its steps the host only takes note."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("fabricamp.engine.update_choice.Update", Together)  # launches of four
+
+    def logged(window):
+        module = passing(clock, [1.0, 1.0, 5.0, 1.0, 3.0, 3.0, 3.0, 3.0, 4.0, 4.0])
+        module.flops_per_batch = 100
+        rows = fit(ThroughputMonitor(window_size=window), module, list(clock.batches(0.0, 10)), log_every_n_steps=4)
+        names = ("device/batches_per_sec", "step_ms_p50", "step_ms_p90", "device/flops_per_sec")
+        return [step for step, _ in rows], [[values[f"train/{name}"] for name in names] for _, values in rows]
+
+    steps, values = logged(window=4)
+    assert steps == [3, 7]
+    assert values == [[4 / 8, 2e3, 2e3, 50], [4 / 12, 3e3, 3e3, 100 * (4 / 12)]]
+    assert logged(window=5)[1][1] == [8 / 20, 2e3, 3e3, 40]
+
+
 def test_a_module_may_know_its_flops(monkeypatch):
     clock = Clock(monkeypatch)
     module = passing(clock, [2.0])
@@ -213,9 +234,28 @@ def test_two_ranks_do_twice_as_much():
         assert values["train/device/flops_per_sec"] > 0
 
 
+class Waits(Callback):
+    """Makes each wait for the GPU an error from step 40 on; looks whether steps are launched together."""
+
+    launches = 0
+
+    def holds_at(self, global_step):
+        return math.inf
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("error" if trainer.global_step >= 40 else "default")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        groups = getattr(trainer._runner.session.graphs.update, "_groups", {})
+        self.launches = max(self.launches, sum(one.replays for one in groups.values()))
+
+    def on_train_end(self, trainer, module):
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, True, CudaGraph(steps=10)])
 def test_on_a_gpu_steps_are_timed_without_a_wait(graph):
     from fabricamp.optimizers import FusedSGD
 
@@ -224,24 +264,20 @@ def test_on_a_gpu_steps_are_timed_without_a_wait(graph):
             torch.cuda._sleep(20_000_000)
             return super().training_step(batch, batch_idx)
 
-        def on_train_batch_start(self, batch, batch_idx):
-            torch.cuda.set_sync_debug_mode("error" if self.global_step >= 40 else "default")
-
-        def on_train_end(self):
-            torch.cuda.set_sync_debug_mode("default")
-
         def configure_optimizers(self):
             return FusedSGD(self.parameters(), lr=0.1)
 
-    recorder = Recorder()
+    recorder, waits = Recorder(), Waits()
     given = {**QUIET, "accelerator": "gpu", "logger": recorder, "max_steps": 100, "max_epochs": -1}
-    trainer = Trainer(**given, callbacks=[ThroughputMonitor()], log_every_n_steps=20, cuda_graph=graph)
+    trainer = Trainer(**given, callbacks=[waits, ThroughputMonitor()], log_every_n_steps=20, cuda_graph=graph)
     try:
         trainer.fit(Slow(), loader(400))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert waits.launches == (8 if isinstance(graph, CudaGraph) else 0)
     _, values = recorder.rows[-1]
     assert 5.0 < values["train/step_ms_p50"] < 60.0
+    assert 0.5 < values["train/device/batches_per_sec"] * values["train/step_ms_p50"] / 1e3 < 2.0
     assert values["train/memory/peak_bytes"] > 0
     assert values["train/memory/reserved_bytes"] > 0
     assert values["train/device/flops_per_sec"] > 0

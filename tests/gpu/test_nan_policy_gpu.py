@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import Callback, NonFiniteError, OptLevel, Trainer, ops
+from fabricamp import Callback, CudaGraph, NonFiniteError, OptLevel, Trainer, ops
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, precision_from
 from fabricamp.precision.loss_scaler import LAG
@@ -241,3 +243,79 @@ def test_through_the_trainer(level, optimizer, policy):
         assert (trainer.global_step, trainer.state.stop_reason) == (7, NON_FINITE)
         assert trainer.checkpoint_callback.last_model_path
     assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+class Launches(Callback):
+    """Whether steps are replayed, and how many launches of several there were."""
+
+    replays, launches = False, 0
+
+    def holds_at(self, global_step):
+        return math.inf
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.replays = trainer.state.runs_as == "graph"
+        groups = getattr(trainer._runner.session.graphs.update, "_groups", {})
+        self.launches = max(self.launches, sum(one.replays for one in groups.values()))
+
+
+BAD = 25
+"""The batch of 40 whose first sample is not a number: behind the eleventh steps are replayed."""
+
+
+def stopped(graph, level, folder):
+    """A fit that ``nan_policy="stop"`` ends, and the one that goes on from its file."""
+    keeper, launches, batches = ModelCheckpoint(dirpath=folder), Launches(), loader(160)
+    batches.dataset.tensors[0][4 * BAD] = float("nan")
+
+    def fit(module, path=None):
+        trainer = Trainer(
+            accelerator="gpu",
+            devices=1,
+            precision=OptLevel(level, max_loss_scale=256.0) if level in ("O1", "O2") else level,
+            nan_policy="stop",
+            max_epochs=1,
+            cuda_graph=graph,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=1.0,
+            callbacks=[keeper, launches],
+        )
+        trainer.fit(module, batches, ckpt_path=path)
+        return trainer, [one.detach().clone() for one in module.parameters()]
+
+    trainer, weights = fit(Task("FusedAdam"))
+    file = keeper.last_model_path
+    saved = torch.load(file, weights_only=True, map_location="cuda")
+    assert trainer.state.stop_reason == NON_FINITE
+    assert (launches.replays, launches.launches > 0) == (bool(graph), isinstance(graph, CudaGraph))
+    step, words = trainer.global_step, trainer.state.stop_explanation
+    assert saved["global_step"] == step
+    again, later = fit(Task("FusedAdam"), file)
+    assert (again.global_step, again.state.stop_reason) == (40, "")
+    return step, words, weights, saved["state_dict"], later
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_stop_under_cuda_graphs_is_that_of_eager_steps(level, tmp_path):
+    """A launch of several steps goes to its end first: all that comes behind the bad step is skipped, as ever."""
+    steps, words, weights, files, later = zip(
+        *[
+            stopped(graph, level, tmp_path / str(number))
+            for number, graph in enumerate((False, True, CudaGraph(steps=4)))
+        ],
+        strict=True,
+    )
+    # Told two steps behind the bad one, which is the 26th; launches of four end with the 27th and the 31st.
+    assert steps == (BAD + 1 + LAG, BAD + 1 + LAG, 31)
+    assert words[0] == words[1] == words[2]
+    assert "net." in words[0]
+    for found in (*weights, *files):
+        values = [*found.values()] if isinstance(found, dict) else found
+        assert all(torch.isfinite(one).all() for one in values)
+    for other in (1, 2):
+        assert all(map(torch.equal, weights[0], weights[other]))
+        assert all(torch.equal(one, files[other][name]) for name, one in files[0].items())
+    assert all(map(torch.equal, later[0], later[1]))
+    assert not any(map(torch.equal, later[0], weights[0]))

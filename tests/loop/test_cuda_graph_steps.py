@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph
-from fabricamp.callbacks import EMA, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
+from fabricamp.callbacks import (
+    EMA,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
 from fabricamp.callbacks._cadence import Cadence, Every
 from fabricamp.callbacks.base import waits_between_steps
 from fabricamp.data import Feed, ResidentLoader
@@ -374,6 +382,7 @@ class EarlyAgain(Late):
         (EMA(), True),
         (LambdaCallback(on_train_batch_end=print), True),
         (ProgressBar(), False),
+        (ThroughputMonitor(), False),
         (Timer("00:00:00:01"), False),
         (LearningRateMonitor(), False),
         (ModelCheckpoint(every_n_train_steps=3), False),
