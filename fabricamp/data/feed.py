@@ -16,6 +16,7 @@ from fabricamp.data.lengths import known_length
 from fabricamp.data.position import (
     batches_behind,
     begin,
+    draws_of,
     draws_while_reading,
     end_workers,
     enter,
@@ -187,7 +188,7 @@ class Feed:
             )
         self.last = self._over = bool(state["last"])
         self._loaded, self._again = state, bool(state.get("again", True))
-        self._choose_orders(state.get("orders"))
+        self._choose_orders(state.get("orders"), places)
         if self.last:
             self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
             whole = min(_exact_length(self._loader), self.limit)
@@ -198,16 +199,16 @@ class Feed:
             return self._loader.batches_behind(places)
         return batches_behind(self._loader, places[0]) if batches else 0
 
-    def _choose_orders(self, orders: list[Any] | None) -> None:
+    def _choose_orders(self, orders: list[Any] | None, places: list[dict[str, Any]]) -> None:
         """Goes on by the orders of the run that is resumed; None where its checkpoint has no word of them."""
-        samplers = [own_sampler(member) for member in self._members]
-        for sampler, order in zip(samplers, orders or [None] * len(samplers), strict=False):
+        for member, order, place in itertools.zip_longest(self._members, orders or (), places):
+            sampler = own_sampler(member)
             if sampler is None:
                 continue
             if orders is None:
                 sampler.go_on_as_before()
             elif order is not None:
-                sampler.go_on(order)
+                sampler.go_on(order, draws_of(place or {}))
 
     def _run(self) -> Generator[Any, None, None]:
         announced = _exact_length(self._loader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import (
@@ -27,6 +27,9 @@ from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 from fabricamp.say_once import say_once
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MOST_AHEAD = 2
 """Batches that may be read and moved ahead of the one that is trained on."""
 
@@ -44,6 +47,7 @@ def wire_loader(
     device: torch.device | None = None,
     in_batches: bool = False,
     at_once: int = 1,
+    from_first: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
 
@@ -53,11 +57,13 @@ def wire_loader(
     is, which is said once where ranks could read the same data. With ``distributed_sampler`` False every rank reads the whole
     dataset; with ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch. ``per_sample_seed``
     seeds each sample that is trained on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not
-    rebuilt. The data of a :class:`ResidentLoader` come to ``device``. ``at_once``: how many batches may be read together.
+    rebuilt. The data of a :class:`ResidentLoader` come to ``device``. ``at_once``: how many batches may be read together. Where
+    there are several ranks ``from_first`` returns the first one's value on each of them: a run that one process began goes on in
+    the order that its generator draws.
     """
     if isinstance(loader, CombinedLoader):
-        options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit}
-        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches, at_once=at_once)
+        options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit, "at_once": at_once}
+        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches, from_first=from_first)
         wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
         return loader.map(wire)
     sampler = _plain_sampler(loader)
@@ -81,10 +87,9 @@ def wire_loader(
         return loader
     place, places = (rank, world_size) if distributed_sampler else (0, 1)
     if train:
-        order = _train_sampler(
-            loader, sampler, place, places, seed, shuffle=not overfit, tags=per_sample_seed, at_once=at_once
-        )
-        return _rebuilt(loader, order, rank, device)
+        common = from_first if distributed_sampler else None
+        options = {"shuffle": not overfit, "tags": per_sample_seed, "at_once": at_once, "from_first": common}
+        return _rebuilt(loader, _train_sampler(loader, sampler, place, places, seed, **options), rank, device)
     if places == 1:
         return loader
     block = (loader.batch_size or 1) if in_batches else 1
@@ -144,6 +149,7 @@ def _train_sampler(
     shuffle: bool,
     tags: bool,
     at_once: int,
+    from_first: Callable[[Any], Any] | None,
 ) -> TrainSampler:
     """The sampler of a rank; it knows the orders of other numbers of ranks too, as a run may have begun with another."""
     dataset: Any = loader.dataset
@@ -154,12 +160,13 @@ def _train_sampler(
     if not (shuffle and isinstance(sampler, RandomSampler)):
         order = SeededOrder(size, shuffle=False, seed=seed)
         return TrainSampler(order, **options) if world_size == 1 else SharingSampler(loader.dataset, order, **options)
-    drawn = DrawnOrder(sampler, window=_samples_ahead(loader, at_once))
+    window = _samples_ahead(loader, at_once)
+    drawn = DrawnOrder(sampler, window=window, from_first=from_first, is_first=rank == 0)
     seeded = [SeededOrder(size, shuffle=True, seed=seed)] if drawn.once else []
     if world_size == 1:
         return DrawingSampler(sampler, drawn, *seeded, **options)
     if not seeded:
-        drawn.load_state_dict({"state": torch.Generator().manual_seed(seed).get_state()}, apart=True)
+        drawn.draw_apart(torch.Generator().manual_seed(seed).get_state())
     return SharingSampler(loader.dataset, *seeded, drawn, **options)
 
 

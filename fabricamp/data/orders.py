@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class SeededOrder:
         """Returns what another process needs to go on by this rule."""
         return {"rule": self.rule, "seed": self.seed}
 
-    def load_state_dict(self, state: dict[str, Any], *, apart: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self.seed = int(state["seed"])
 
@@ -68,22 +68,33 @@ class DrawnOrder:
     """The order that torch's ``RandomSampler`` draws, from the global generator or from its own, when it is asked for samples.
 
     It notes the generator's state before each draw, from which a resumed pass draws the same again; ``window`` is how many samples
-    may have been drawn and not been trained on yet.  With ``apart`` passes are drawn one after the other from that state, which
-    all ranks have, and the generator is left as it is.
+    may have been drawn and not been trained on yet.  Where several ranks share the order, ``from_first`` returns the first one's
+    value on each of them: its generator draws as that of a single process would, and the others', who draw from its state, are
+    left as they are.  :meth:`draw_apart` lets passes be drawn one after the other from a state that all have.
     """
 
     rule = DRAWN
 
-    def __init__(self, sampler: RandomSampler, *, window: int = 0, apart: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        sampler: RandomSampler,
+        *,
+        window: int = 0,
+        from_first: Callable[[Tensor], Tensor] | None = None,
+        is_first: bool = True,
+    ) -> None:
         self.size = len(sampler)
+        self.generator: Generator | None = sampler.generator
         self.draws: list[Draw] = []
         self.epoch = 0
         self._sampler = sampler
         self._window = window
-        self._apart = apart
+        self._from_first = from_first
+        self._is_first = is_first
+        self._apart: Tensor | None = None
         self._entered: list[Draw] = []
         # All but one permutation from a generator that nobody else has come to be while the samples are read.
-        self._draws_on = sampler.generator is not None and (sampler.replacement or self.size > len(sampler.data_source))
+        self._draws_on = self.generator is not None and (sampler.replacement or self.size > len(sampler.data_source))
 
     @property
     def once(self) -> bool:
@@ -96,22 +107,28 @@ class DrawnOrder:
         digest = hashlib.sha256(self.draws[0].state.numpy().tobytes()).digest()
         return (int.from_bytes(digest[:8], "little"),)
 
+    def draw_apart(self, state: Tensor) -> None:
+        """Lets every pass from now on be drawn behind the one before, the next from ``state``; the generator is left as it is."""
+        self._apart = state.cpu()
+
     def all(self) -> Tensor:
-        """The samples of a pass, int64, drawn apart from the generator: it is given back as it was."""
+        """The samples of a pass, int64, drawn at once and by all ranks alike."""
         generator, before = self._generator, self._generator.get_state()
-        if self._apart is None:
-            self._apart = before
+        entered, after = bool(self._entered), before
         try:
-            generator.set_state(self._apart)
+            generator.set_state(self._common_state(before))
             samples = torch.tensor(list(self._drawn_on_its_device()), dtype=torch.int64, device="cpu")
-            self._apart = generator.get_state()
+            if self._apart is not None:
+                self._apart = generator.get_state()
+            elif self._is_first and not entered:  # a pass that was begun before was drawn then
+                after = generator.get_state()
         finally:
-            generator.set_state(before)
+            generator.set_state(after)
         return samples
 
     def behind(self, start: int) -> Iterator[int]:
         """The samples of a pass but for the first ``start``."""
-        if self._apart is not None:
+        if self._apart is not None or self._from_first is not None:
             return numbers(self.all()[start:])
         if not self._entered:
             samples = self._drawn_on_its_device()
@@ -131,22 +148,36 @@ class DrawnOrder:
             self._apart = self._entered[0].state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what another process needs to go on by this rule: one that has other generators goes on from ``state``."""
+        """Returns what another process needs to go on by this rule."""
         return {
             "rule": self.rule,
             "apart": self._apart is not None,
             "state": self._generator.get_state() if self._apart is None else self._apart,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, apart: bool) -> None:
-        """Takes back what :meth:`state_dict` gave; ``apart`` where the ranks' generators are not the same."""
-        if apart or state["apart"]:
-            self._apart = state["state"].cpu()
+    def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
+        """Takes back what :meth:`state_dict` gave in a pass of which ``draws`` were noted, but for the generator.
+
+        A run restores that with all others.  Where one process drew the pass, and several are to go on, what it would have drawn
+        by the end of the pass is drawn here, if the generator is the sampler's own.
+        """
+        self._apart = state["state"].cpu() if state["apart"] else None
+        own = self.generator is not None and self.generator is not torch.default_generator
+        if self._apart is None and self._from_first is not None and own and draws:
+            self._entered = list(draws)
+            list(self._drawn_on_its_device())
 
     @property
     def _generator(self) -> Generator:
-        found: Generator | None = self._sampler.generator
-        return torch.default_generator if found is None else found
+        return torch.default_generator if self.generator is None else self.generator
+
+    def _common_state(self, own: Tensor) -> Tensor:
+        """What all ranks draw the next pass from."""
+        if self._entered:
+            return self._entered[0].state
+        if self._apart is not None:
+            return self._apart
+        return own if self._from_first is None else self._from_first(own)
 
     def _drawn_on_its_device(self) -> Iterator[int]:
         """The samples of a pass, whatever torch's default device is: a generator draws for its own device only."""

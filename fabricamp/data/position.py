@@ -89,8 +89,7 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
     """Makes the next pass over ``loader`` begin at ``place``; returns how many batches have to be read past instead."""
     sampler, part = own_sampler(loader), _stateful_part(loader)
     if sampler is not None and not sampler.read_past:
-        draws = [Draw(**draw) for draw in place.get("draws", ())]
-        sampler.enter(_samples(loader, sampler, place), draws)
+        sampler.enter(_samples(loader, sampler, place), draws_of(place))
         return 0
     if sampler is None and part is not None and "state" in place:
         part.load_state_dict(place["state"])
@@ -101,6 +100,11 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
     if sampler is not None:
         sampler.read_past = False
     return int(place.get("batches", 0))
+
+
+def draws_of(place: dict[str, Any]) -> list[Draw]:
+    """Returns the draws that the order of the pass came from."""
+    return [Draw(**draw) for draw in place.get("draws", ())]
 
 
 def batches_behind(loader: Any, place: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, Order, numbers
+from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, Order, numbers
 
 
 class TrainSampler(Sampler[Any]):
@@ -65,11 +65,11 @@ class TrainSampler(Sampler[Any]):
         self.go_on({"rule": SEEDED, "seed": self._earlier_seed})
         self.read_past = self.order.rule == DRAWN
 
-    def go_on(self, state: dict[str, Any]) -> None:
+    def go_on(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
         """Goes on by the rule of the run whose order gave ``state``, whatever the number of its ranks."""
         order = self._orders.get(state["rule"])
         if order is not None:
-            order.load_state_dict(state, apart=self.world_size > 1)
+            order.load_state_dict(state, draws)
             self.order = order
 
     def __len__(self) -> int:
@@ -111,6 +111,8 @@ class SharingSampler(TrainSampler, DistributedSampler[Any]):
         shuffle, seed = orders[0].rule != IN_ORDER, getattr(orders[0], "seed", 0)
         DistributedSampler.__init__(self, dataset, world_size, rank, shuffle=shuffle, seed=seed)
         TrainSampler.__init__(self, *orders, rank=rank, world_size=world_size, **options)
+        # That of a run which one process began, as RandomSampler has it.
+        self.generator = next((one.generator for one in orders if isinstance(one, DrawnOrder)), None)
 
 
 class EvalSampler(Sampler[int]):

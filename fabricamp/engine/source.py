@@ -329,4 +329,5 @@ class DataSource:
             device=self._strategy.device,
             in_batches=in_batches,
             at_once=1 if self._settings.cuda_graph is None else self._settings.cuda_graph.steps,
+            from_first=self._strategy.broadcast if self._strategy.world_size > 1 else None,
         )

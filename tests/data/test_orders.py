@@ -13,6 +13,7 @@ from fabricamp.rng import isolate_rng
 
 SIZE = 46
 EPOCHS = 3
+VALIDATION = "validation"
 
 
 class Numbers(Dataset):
@@ -53,7 +54,7 @@ def by_hand(loader, epochs=EPOCHS):
     found = []
     for epoch in range(epochs):
         found += [(epoch, batch.tolist(), drawn()) for batch in loader]
-        found += [(epoch, batch.tolist(), drawn()) for batch in DataLoader(range(4), 2)]  # a validation
+        found += [(VALIDATION, batch.tolist(), drawn()) for batch in DataLoader(range(4), 2)]
     return found, drawn()
 
 
@@ -65,12 +66,12 @@ def validation():
     return wire_loader(DataLoader(range(4), 2), train=False, rank=0, world_size=1, seed=3)
 
 
-def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None):
+def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None, step=drawn):
     """The same with a feed; returns its state where ``cut`` = (epoch, batches) are done."""
     for epoch in range(first, epochs):
         set_epoch(loader, epoch)
         for done, batch in enumerate(feed.behind(behind), behind + 1):
-            found.append((epoch, batch.tolist(), drawn()))
+            found.append((epoch, batch.tolist(), step()))
             if feed.last:
                 feed.finish()
             if (epoch, done) == cut:
@@ -78,7 +79,7 @@ def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None):
                 let_go(feed, loader)
                 return state
         behind = 0
-        found += [(epoch, batch.tolist(), drawn()) for batch in Feed(validation())]
+        found += [(VALIDATION, batch.tolist(), step()) for batch in Feed(validation())]
     let_go(feed, loader)
     return None
 
@@ -128,7 +129,7 @@ def test_it_is_drawn_again_where_a_run_goes_on(kind, cut):
     with isolate_rng():
         torch.manual_seed(5)
         straight, after = by_hand(make(**LOADERS[kind]))
-        batches = sum(place == 1 for place, _, _ in straight) - 2
+        batches = sum(place == 1 for place, _, _ in straight)
         place = (1, {"first": 1, "middle": batches // 2, "last but one": batches - 1, "last": batches}[cut])
         torch.manual_seed(5)
         loader, found = wired(make(**LOADERS[kind])), []
@@ -166,41 +167,67 @@ def test_it_follows_manual_seed_and_differs_without():
         assert order() == first
 
 
-@pytest.mark.parametrize("own", [None, "loader"])
-def test_the_rule_stays_whatever_the_number_of_ranks(own):
-    """One process, two in mid-epoch, one again: every sample once; so with the next epochs, which both ranks order alike."""
+def go_on(kind, world_size, states=(), *, first=0, cut=None):
+    """A rank after the other goes on from ``states``, told what the first one has; samples by epoch in order, and states."""
+    told, shares, ends = [], [], []
+    for rank in range(world_size):
+        torch.manual_seed(100 * len(states) + rank)
+
+        def from_first(value, rank=rank, heard=iter(told)):  # noqa: B008 - each rank hears all of it
+            if rank:
+                return next(heard)
+            told.append(value)
+            return value
+
+        several = {"rank": rank, "world_size": world_size, "from_first": from_first} if world_size > 1 else {}
+        loader, found = wired(make(**kind), **several), []
+        feed, behind = Feed(loader), 0
+        if states:
+            behind = feed.load_state_dict(states[min(rank, len(states) - 1)])
+        if rank < len(states):
+            torch.set_rng_state(states[rank]["rng"])
+        ends.append(by_feed(feed, loader, found, 4, first=first, behind=behind, cut=cut, step=float))
+        shares.append([(epoch, batch) for epoch, batch, _ in found if epoch != VALIDATION])
+    samples = {}
+    for batches in zip(*shares, strict=True):
+        for indices in zip(*(batch for _, batch in batches), strict=True):
+            samples.setdefault(batches[0][0], []).extend(indices)
+    return samples, ends
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"own": "loader"},
+        {"own": "sampler"},
+        {"replacement": True},
+        {"own": "loader", "workers": 1, "persistent": True},
+    ],
+    ids=str,
+)
+def test_an_order_that_one_process_began_stays_with_two_and_with_one_again(kind):
+    """Cut within epochs and at the end of one; the two are resumed as two, too.  Validations and workers draw as in one process."""
     with isolate_rng():
-        torch.manual_seed(5)
-        loader, found = wired(make(own=own)), []
-        state = by_feed(Feed(loader), loader, found, 1, cut=(0, 3))
-        torch.manual_seed(5)
-        straight, _ = by_hand(make(own=own), 1)
-        order = [index for _, batch, _ in straight[:-2] for index in batch]
-        seen, states = [index for _, batch, _ in found for index in batch], []
-        shares = []
-        for rank in range(2):
-            torch.manual_seed(100 + rank)
-            loader, found = wired(make(own=own), rank=rank, world_size=2), []
-            feed = Feed(loader)
-            behind = feed.load_state_dict(state)
-            states.append(by_feed(feed, loader, found, 1, behind=behind, cut=(0, behind + 2)))
-            shares.append([index for _, batch, _ in found for index in batch])
-        seen += [index for pair in zip(*shares, strict=True) for index in pair]
-        loader, found = wired(make(own=own)), []
-        feed = Feed(loader)
-        by_feed(feed, loader, found, 3, behind=feed.load_state_dict(states[0]))
-        one = [index for epoch, batch, _ in found for index in batch if epoch == 0][:-4]
-        assert seen + one == order
-        following = []
-        for rank in range(2):
-            torch.manual_seed(200 + rank)
-            loader, found = wired(make(own=own), rank=rank, world_size=2), []
-            feed = Feed(loader)
-            by_feed(feed, loader, found, 3, behind=feed.load_state_dict(states[rank]))
-            following.append(found)
-        for epoch in (1, 2):
-            samples = [i for found in following for at, batch, _ in found for i in batch if at == epoch]
-            assert sorted(samples) == sorted([*range(SIZE), *range(4), *range(4)]), "and what validation reads"
+        straight, _ = go_on(kind, 1)
+        parts, states = go_on(kind, 1, cut=(0, 3))
+        for world_size, first, cut in [(2, 0, (1, 2)), (2, 1, (2, 6)), (1, 2, None)]:
+            following, states = go_on(kind, world_size, states, first=first, cut=cut)
+            for epoch, samples in following.items():
+                parts.setdefault(epoch, []).extend(samples)
+        assert parts == straight
+        assert len({*map(tuple, straight.values())}) == 4
+
+
+def test_ranks_that_compute_one_batch_together_draw_one_order():
+    with isolate_rng():
+        torch.manual_seed(1)
+        straight = [batch.tolist() for batch in wired(make())]
+        told = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            loader = wired(make(), from_first=lambda value: told.append(value) or told[0])
+            assert [batch.tolist() for batch in loader] == straight
 
 
 def test_the_rule_of_several_ranks_stays_one_processes_too():
@@ -211,9 +238,9 @@ def test_the_rule_of_several_ranks_stays_one_processes_too():
         loader, found = wired(make(own="loader")), []
         feed = Feed(loader)
         by_feed(feed, loader, found, 2, behind=feed.load_state_dict(state))
-        assert [index for epoch, batch, _ in found[:-2] for index in batch if epoch == 0][:22] == list(expected)[24:]
+        assert [index for epoch, batch, _ in found for index in batch if epoch == 0][:22] == list(expected)[24:]
         expected.set_epoch(1)
-        assert [index for epoch, batch, _ in found[:-2] for index in batch if epoch == 1] == list(expected)
+        assert [index for epoch, batch, _ in found for index in batch if epoch == 1] == list(expected)
 
 
 def test_several_ranks_share_what_is_drawn_with_replacement():
