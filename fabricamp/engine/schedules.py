@@ -23,7 +23,7 @@ class Schedules:
     def __init__(
         self, configs: Sequence[SchedulerConfig], module: TrainingModule, metrics: Metrics, state: RunState
     ) -> None:
-        self._module = module
+        self.module = module
         self._metrics = metrics
         self._state = state
         self._configs = configs
@@ -74,7 +74,7 @@ class Schedules:
         if self._own_step is not None:
             self._own_step(config.scheduler, metric)
         else:
-            TrainingModule.lr_scheduler_step(self._module, config.scheduler, metric)
+            TrainingModule.lr_scheduler_step(self.module, config.scheduler, metric)
 
     def _watched(self, config: SchedulerConfig) -> Any:
         if config.interval == "step":

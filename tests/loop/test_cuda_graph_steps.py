@@ -576,6 +576,24 @@ def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequenc
     assert len(set(expected)) > 3
 
 
+def test_a_schedule_that_is_a_method_of_the_module_copies_no_module():
+    class Warms(Classifier):
+        def factor(self, step):
+            return (step + 1) / 8
+
+        def __deepcopy__(self, memory):
+            raise AssertionError
+
+    module, one = Warms(), Schedule("step", 1, follows=False)
+    config = SchedulerConfig(torch.optim.lr_scheduler.LambdaLR(one.optimizer, module.factor), interval="step")
+    one.schedules = Schedules([config], module, None, one.state)
+    rates = Rates(one.optimizer, one.schedules, one.state, None, 3)
+    rates.foresee()
+    for number in range(3):
+        rates.bring(number)
+        assert one.rate == pytest.approx(0.1 * (number + 1) / 8)
+
+
 @pytest.mark.parametrize("is_number", [False, True])
 def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
     one = Schedule("step", 1, follows=False)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.schedules import Schedules
     from fabricamp.precision.verdicts import Verdicts
     from fabricamp.state import RunState
@@ -96,7 +95,7 @@ class Rates:
 
     def _groups(self) -> Iterator[Sequence[dict[str, Any]]]:
         """The optimizer's groups before each of the next steps, and behind the last, where all of them are applied."""
-        twins, groups = _twins(self._optimizer, self._schedules.by_step)
+        twins, groups = _twins(self._optimizer, self._schedules)
         yield groups
         for done in range(self._begun + 1, self._begun + self._steps + 1):
             for scheduler, frequency in twins:
@@ -173,14 +172,16 @@ def _numbers_of(optimizer: Optimizer) -> Any:
     return optimizer.numbers if isinstance(optimizer, FusedOptimizer) else lambda groups: [one["lr"] for one in groups]
 
 
-def _twins(
-    optimizer: Optimizer, configs: Sequence[SchedulerConfig]
-) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
-    """Returns copies of schedulers with their frequencies, and the groups that they work on instead of the optimizer's."""
+def _twins(optimizer: Optimizer, schedules: Schedules) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
+    """Returns copies of schedulers by steps with their frequencies, and the groups that they work on instead of the optimizer's.
+
+    The module is no part of them, whose method a schedule may call.
+    """
     groups = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         for group in optimizer.param_groups
     ]
     stand_in = SimpleNamespace(param_groups=groups, step=optimizer.step, _opt_called=True)
-    memory = {id(getattr(one.scheduler, "optimizer", optimizer)): stand_in for one in configs}
-    return [(copy.deepcopy(config.scheduler, memory), config.frequency) for config in configs], groups
+    memory: dict[int, Any] = {id(getattr(one.scheduler, "optimizer", optimizer)): stand_in for one in schedules.by_step}
+    memory[id(schedules.module)] = schedules.module
+    return [(copy.deepcopy(one.scheduler, memory), one.frequency) for one in schedules.by_step], groups
