@@ -151,6 +151,7 @@ def measure(subject: Subject, rows: int, width: int, dtype: torch.dtype, *, comp
     return medians
 
 
+@dispatch.always("cupy")
 def on_the_host(calls: int = 200, rounds: int = 15) -> None:
     """Prints us of the host that a forward and backward pass takes to launch, ours and torch's in turn: medians, and the least."""
     for name, dtype in itertools.product(("layer_norm", "rms_norm"), (torch.bfloat16, torch.float32)):

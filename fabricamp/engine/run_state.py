@@ -9,6 +9,7 @@ from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint.lightning import lightning_keys
 from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
+from fabricamp.engine.kernel_choice import KernelChoice
 from fabricamp.engine.world_change import StepSizes
 from fabricamp.errors import CheckpointError
 from fabricamp.state import NON_FINITE, Scope
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_ONLY = ("weights", "counters")
 CALLBACKS = ("counters", "callbacks")
-TRAINING = ("optimizers", "learning-rate schedules", "precision", "datamodule", "loggers")
+TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "datamodule", "loggers")
 POSITION = ("position in training", "open window")
 _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
 
@@ -43,6 +44,7 @@ def record_of(session: Session) -> Record:
             Optimizers(session.optimizers),
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
+            KernelChoice(),
             CallbackSection(session.trainer.callbacks),
             Part("datamodule", "data.datamodule", source.datamodule),
             moments.loggers,

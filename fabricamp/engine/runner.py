@@ -17,6 +17,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
 from fabricamp.engine.joining import join_loggers
+from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.notices import say
 from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.profiling import reported
@@ -140,6 +141,7 @@ class Runner:
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
             self._anomalies(),
             self._performance(),
+            kernel_choice(session),
             # Before there are loader workers: these then leave Ctrl-C to this process.
             interrupts(session.agreement),
             giving_back(self.trainer, session),

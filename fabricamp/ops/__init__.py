@@ -12,6 +12,7 @@ from fabricamp.ops.bridge import Backend as Backend
 from fabricamp.ops.clipping import clip_grad_norm_ as clip_grad_norm_
 from fabricamp.ops.cross_entropy import fused_cross_entropy as fused_cross_entropy
 from fabricamp.ops.dispatch import backend as backend
+from fabricamp.ops.dispatch import set_kernel_choice as set_kernel_choice
 from fabricamp.ops.ema import ema as ema
 from fabricamp.ops.focal_loss import focal_loss as focal_loss
 from fabricamp.ops.gather import Gather as Gather

@@ -1,7 +1,8 @@
 """Kernel or torch, by measurement: where torch's own operation is faster for a width and dtype, torch runs.
 
 A table says it for each kind of card (its compute capability): the package brings those of the cards that were measured, and
-``fabricamp doctor --measure`` writes one for the card at hand.  Without a table torch runs.
+``fabricamp doctor --measure`` writes one for the card at hand.  Without a table torch runs.  A norm of a small input is torch's
+too where steps run eagerly: a kernel takes the host longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 
@@ -42,8 +43,29 @@ Bands = list[tuple[int, Runner]]
 Card = dict[str, Any]
 """What one card's measurement found: ``{"measured": text, "choices": {op: {dtype: bands}}}``."""
 
-settings: tuple[Runner | None, int] = (None, 0)
-"""What runs, whatever the tables say, and how often these were forgotten: answers of :func:`chosen` are kept with this."""
+Mode = Literal["eager", "graph"]
+"""Whether the host's time is weighed beside the GPU's, or the GPU's alone."""
+
+_WORTH_THE_HOST: Final = 8 * 2**20
+"""Bytes of a norm's input from which its kernel runs in eager steps too.
+
+At 16384 x 768 in bf16, 24 MiB, the kernels save 70 (RMSNorm) to 100 us (LayerNorm) of an H200, about 3 us a MiB, and cost the host
+25 us or more, whatever the size.
+"""
+
+
+class Settings(NamedTuple):
+    """All that a choice depends on beside operands, card and tables; answers are kept with this."""
+
+    forced: Runner | None = None
+    """What runs, whatever the tables say."""
+    mode: Mode = "eager"
+    forgotten: int = 0
+    """How often the tables were."""
+
+
+settings = Settings()
+"""One for the process, as the tables are."""
 
 
 def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> bool:
@@ -53,10 +75,32 @@ def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device)
     """
     if not runs_kernels(device):
         return False
-    forced = settings[0]
-    if forced is not None:
-        return forced == "cupy"
+    if settings.forced is not None:
+        return settings.forced == "cupy"
     return device.type != "cuda" or _choice(op, dtype, width, device)
+
+
+def worth_the_host(size: int) -> bool:
+    """Returns whether a norm of ``size`` bytes of input may be a kernel where torch has one operation for it.
+
+    Asked beside :func:`chosen`; by size and mode alone, so that no result depends on how busy a host is.
+    """
+    return settings.forced is not None or settings.mode == "graph" or size >= _WORTH_THE_HOST
+
+
+def set_kernel_choice(mode: Mode) -> None:
+    """Sets whether norms of small inputs are kernels in this process: ``"graph"``, or not: ``"eager"``, as it is from the start.
+
+    A kernel takes the host longer than torch's operation does, and the GPU less.  So below 8 MiB of input torch's runs in eager
+    steps, and a loop that captures its steps as a CUDA graph says ``"graph"`` before the first one.  The Trainer does so for the
+    time of a run with ``cuda_graph``.
+
+    >>> set_kernel_choice("eager")
+    """
+    global settings  # noqa: PLW0603
+    if mode not in get_args(Mode):
+        raise ConfigError(f"set_kernel_choice({mode!r}) is not known (known: {', '.join(map(repr, get_args(Mode)))})")
+    settings = settings._replace(mode=mode)
 
 
 # torch.compile takes the answer as it stands: it is known from constants, and needs no tracing.
@@ -175,8 +219,8 @@ def _as_text(cards: dict[str, Card]) -> str:
 
 def forget() -> None:
     """Reads the tables anew at the next question."""
-    global settings  # noqa: PLW0603  # one for the process, as the tables are
-    settings = settings[0], settings[1] + 1
+    global settings  # noqa: PLW0603
+    settings = settings._replace(forgotten=settings.forgotten + 1)
     _card.cache_clear()
     _choice.cache_clear()
 
@@ -184,13 +228,13 @@ def forget() -> None:
 @contextlib.contextmanager
 def always(name: Runner) -> Generator[None, None, None]:
     """Within it ``"cupy"`` or ``"torch"`` runs, whatever the tables say: for measurements and tests."""
-    global settings  # noqa: PLW0603  # one switch for the process, as the tables are
-    before = settings[0]
-    settings = name, settings[1]
+    global settings  # noqa: PLW0603
+    before = settings.forced
+    settings = settings._replace(forced=name)
     try:
         yield
     finally:
-        settings = before, settings[1]
+        settings = settings._replace(forced=before)
 
 
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:

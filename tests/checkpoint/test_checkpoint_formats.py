@@ -113,7 +113,8 @@ def as_read(path):
         "skipped_before": 0,
         **state["loops"]["fit"],
     }
-    state["loops"]["fit"].pop("step_size", None)  # what earlier files have no word of, nor of what follows
+    for name in ("step_size", "kernel_choice"):
+        state["loops"]["fit"].pop(name, None)  # what earlier files have no word of, nor of what follows
     for metrics in state["loops"]["fit"]["metrics"]:
         for name in ("given", "dtypes"):
             metrics.setdefault(name, {})
@@ -135,6 +136,7 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
         straight, _ = fit(tmp_path / "straight", cut, make=shuffled_as_then)
         module, trainer = fit(tmp_path / "resumed", restored, ckpt_path=file)
     assert_equal(as_read(tmp_path / "restored.ckpt"), as_read(file))
+    assert read_checkpoint(tmp_path / "restored.ckpt")["loops"]["fit"]["kernel_choice"] == "graph"
     stopping, written = (
         read_checkpoint(one)["callbacks"]["EarlyStopping{'monitor': 'loss_epoch', 'mode': 'min'}"]
         for one in (tmp_path / "restored.ckpt", file)

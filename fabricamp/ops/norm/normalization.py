@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch
-from fabricamp.ops.dispatch import chosen, torch_alone
+from fabricamp.ops.dispatch import chosen, torch_alone, worth_the_host
 from fabricamp.ops.norm.autograd import contiguous, normalise, registered
 from fabricamp.ops.norm.kernels import Kernels, kernels_of
 from fabricamp.ops.norm.plans import Norm
@@ -156,15 +156,21 @@ def _by_kernel(
     eps = float(eps)
     if compiling or dispatch_modes():  # these have to see a registered operation
         norm = _norm(*kind)
-        return None if norm is None else registered(x, weight, bias, norm, eps)
+        return registered(x, weight, bias, norm, eps) if norm and _is_worth_the_host(x, norm) else None
     kernels = _kernels(dispatch.settings, *kind)
-    if kernels is None:
+    if kernels is None or not _is_worth_the_host(x, kernels.norm):
         return None
     x, weight, bias = contiguous(x, weight, bias)
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
         made: Tensor = normalise(x, weight, bias, kernels, eps)
         return made
     return kernels.forward(x, weight, bias, eps)[0]
+
+
+def _is_worth_the_host(x: Tensor, norm: Norm) -> bool:
+    # Torch's one operation, the host's least work, wants one dtype, and keeps the input where memory is asked for.
+    alike = norm.input == norm.output and norm.parameter in {None, norm.input}
+    return norm.efficient or not alike or worth_the_host(x.numel() * x.itemsize)
 
 
 def _is_traceable() -> bool:

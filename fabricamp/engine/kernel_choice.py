@@ -1,0 +1,51 @@
+"""What a run weighs where a norm may be a kernel or torch's: one answer from its first step to its last, saved with it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.checkpoint.record import Section
+from fabricamp.cuda_graph import reason_against
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.ops import dispatch
+from fabricamp.ops.dispatch import set_kernel_choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.engine.session import Session
+
+
+@contextlib.contextmanager
+def kernel_choice(session: Session) -> Iterator[None]:
+    """A context for a run: the GPU's time alone is weighed where steps are captured, also in those that run eagerly."""
+    before = dispatch.settings.mode
+    settings, strategy = session.settings, session.strategy
+    if settings.cuda_graph is not None and not reason_against(strategy.device.type, strategy, settings):
+        set_kernel_choice("graph")
+    try:
+        yield
+    finally:
+        set_kernel_choice(before)
+
+
+class KernelChoice(Section):
+    """The answer, which a run that goes on keeps, captured or not: another one would be other bits."""
+
+    name = "choice of kernels"
+
+    def save(self) -> dict[str, Any]:
+        """Returns it."""
+        return {"loops.fit.kernel_choice": dispatch.settings.mode}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Takes it; other programs' files have none, and earlier runs weighed the GPU's time alone."""
+        earlier = "graph" if "fabricamp_version" in checkpoint else dispatch.settings.mode
+        saved = checkpoint.get("loops", {}).get("fit", {}).get("kernel_choice", earlier)
+        try:
+            set_kernel_choice(saved)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{path}: its loops.fit.kernel_choice is {saved!r}; use an older checkpoint"
+            ) from error
