@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ LAST_SECONDS = 30.0
 _OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 """The package's own looks into torch and at the output: each would cost steps, or take part in the progress bar."""
+_NUMBERS = random.SystemRandom()
 
 
 class CometLogger(Logger):
@@ -185,7 +187,7 @@ class CometLogger(Logger):
     def _starter(self) -> Callable[[], Any]:
         package = _package()
         config = package.ExperimentConfig(**self._config)
-        return partial(_started, package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
+        return partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
 
     def _send(self, items: Sequence[Call]) -> None:
         experiment = self._opened()
@@ -217,19 +219,19 @@ class CometLogger(Logger):
 
 def _package() -> Any:
     try:
-        return importlib.import_module("comet_ml")
+        package = importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
         raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
+    _give_numbers_of_its_own()
+    return package
 
 
-def _started(start: Callable[..., Any], **options: Any) -> Any:
-    """Starts an experiment by random numbers of its own.
+def _give_numbers_of_its_own() -> None:
+    """Lets the package draw from the system what it draws from Python's generator.
 
-    The package names an offline archive by Python's generator, which a resumed run restores: its archive would replace the first.
+    Its threads and ours draw at any time, and that generator is the run's: each draw would change what a user's code draws next.  A
+    resumed run restores it, and an offline archive that is named by it would replace the archive of the run before.
     """
-    before = random.getstate()
-    random.seed()
-    try:
-        return start(**options)
-    finally:
-        random.setstate(before)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("comet_ml.") and getattr(module, "__dict__", {}).get("random") is random:
+            module.random = _NUMBERS  # type: ignore[attr-defined]
