@@ -115,6 +115,7 @@ class Moments(Section):
         if self._feed is not None:
             place = self._feed.state_dict(0 if state.epoch_ended else state.batch_idx - self.window.repeated_batches())
         own = {**own, "data.position": place, "loops.fit.buffers": _differing_buffers(self._module, self._strategy)}
+        own["loops.fit.tensor_parallel"] = self._strategy.tensor_parallel
         return own if self._strategy.world_size == 1 else move_to_device(own, _CPU)
 
     def _present(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class Moments(Section):
         if ranks == 0:
             return  # another library's file: only counters
         strategy, state = self._strategy, self._state
-        chosen = _ranks_for(strategy, ranks)
+        chosen = _ranks_for(strategy, ranks, loop.get("tensor_parallel", [1])[0])
         objects = find_objects(self._module)
         load_objects(objects, [loop["objects"][rank] for rank in chosen])
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
@@ -236,11 +237,14 @@ def _restore_buffers(module: TrainingModule, saved: dict[str, Tensor]) -> None:
         buffers[name].copy_(value)
 
 
-def _ranks_for(strategy: Strategy, ranks: int) -> list[int]:
-    """Whose logged values this rank goes on with: its own, or rank 0 with everybody's where their number is another."""
-    if strategy.world_size == ranks:
+def _ranks_for(strategy: Strategy, ranks: int, together: int) -> list[int]:
+    """Whose logged values this rank goes on with: its own, or rank 0 with everybody's where their number is another.
+
+    Of so many that computed one batch ``together`` the first has the values of all.
+    """
+    if (strategy.world_size, strategy.tensor_parallel) == (ranks, together):
         return [strategy.rank]
-    return list(range(ranks)) if strategy.rank == 0 else []
+    return list(range(0, ranks, together)) if strategy.rank == 0 else []
 
 
 def _tell_of_ranks(before: int, now: int) -> None:
