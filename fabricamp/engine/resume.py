@@ -137,16 +137,20 @@ class Moments(Section):
         if ranks == 0:
             return  # another library's file: only counters
         strategy, state = self._strategy, self._state
-        chosen = _ranks_for(strategy, ranks, loop.get("tensor_parallel", [1])[0])
+        together = loop.get("tensor_parallel", [1])[0]
+        same = (strategy.world_size, strategy.tensor_parallel) == (ranks, together)
+        # Whose logged values this rank goes on with; of ranks that computed one batch together the first has those of all.
+        chosen = [strategy.rank] if same else [*range(0, ranks, together)] if strategy.rank == 0 else []
         objects = find_objects(self._module)
         load_objects(objects, [loop["objects"][rank] for rank in chosen])
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
-        if strategy.world_size == ranks:
+        if same:
             _restore_buffers(self._module, loop["buffers"][strategy.rank])
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]
         if position:
             state.batch_idx = self._feed.load_state_dict(position)
-        self._rng = checkpoint["rng"][strategy.rank] if strategy.rank < ranks else None
+        drawn_by = strategy.rank if same else strategy.data_rank * strategy.tensor_parallel  # neighbours draw alike
+        self._rng = checkpoint["rng"][drawn_by] if drawn_by < ranks else None
         self.resumed = True
         if strategy.rank == 0:
             _tell_of_ranks(ranks, strategy.world_size)
@@ -235,16 +239,6 @@ def _restore_buffers(module: TrainingModule, saved: dict[str, Tensor]) -> None:
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)
-
-
-def _ranks_for(strategy: Strategy, ranks: int, together: int) -> list[int]:
-    """Whose logged values this rank goes on with: its own, or rank 0 with everybody's where their number is another.
-
-    Of so many that computed one batch ``together`` the first has the values of all.
-    """
-    if (strategy.world_size, strategy.tensor_parallel) == (ranks, together):
-        return [strategy.rank]
-    return list(range(0, ranks, together)) if strategy.rank == 0 else []
 
 
 def _tell_of_ranks(before: int, now: int) -> None:

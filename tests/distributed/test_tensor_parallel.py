@@ -98,6 +98,11 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Draws(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        torch.rand(())
+
+
 class Norms(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == 1:
@@ -143,6 +148,7 @@ def on_four_ranks(folder):
         if cell in RESUMED:
             found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=path)
     found["from a file"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "single.ckpt")
+    found["drawn"] = float(torch.rand(()))
     found["whole layers"] = fitted(CELLS[1], "fsdp", 2, SaveAt(folder / "whole.ckpt", 5), ckpt_path=folder / "1.ckpt")
     found["from whole layers"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "whole.ckpt")
     found["norms"], found["predictions"] = looked_at(FSDP([Block], parallelize=split, tensor_parallel=2), 4)
@@ -178,7 +184,7 @@ def alone():
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    fitted(CELLS[1], "single", 8, SaveAt(folder / "single.ckpt", 4))
+    fitted(CELLS[1], "single", 8, Draws(), SaveAt(folder / "single.ckpt", 4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run_ranks(on_four_ranks, 4, folder, timeout=200.0)
@@ -208,13 +214,14 @@ def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
 
 
 def test_files_and_folders_go_on_with_split_layers_and_without(ranks, folder, alone):
-    """Each sample counts once in what was logged before, however many ranks had it."""
+    """Each sample counts once in what was logged before, however many ranks had it; those that compute together draw alike."""
     straight, _ = alone(CELLS[1])
     runs = {name: ranks[0][name] for name in ("from a file", "whole layers", "from whole layers")}
     runs["one process"] = fitted(CELLS[1], "single", 8, ckpt_path=folder / "1.ckpt")
     for name, (gone_on, logged) in runs.items():
         assert (gone_on - straight).abs().max() < 1e-6, name
         assert logged["seen"] == 48, name
+    assert ranks[0]["drawn"] == ranks[1]["drawn"]
 
 
 def test_norms_and_predictions_are_those_of_whole_layers(ranks):
