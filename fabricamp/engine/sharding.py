@@ -12,6 +12,7 @@ from fabricamp.callbacks.gradient_monitor import GradientMonitor
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import places
+from fabricamp.engine.world_change import KEEP_GLOBAL_BATCH
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision.base import Precision
@@ -95,8 +96,12 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
             f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "
             "gradients that are in host memory are not judged; give 'O0', 'O4' or 'O5' with nan_policy=None"
         )
+    # A run that goes on with fewer ranks may have windows only then.
+    accumulates = session.settings.accumulates or (
+        filled_later and session.settings.on_world_change == KEEP_GLOBAL_BATCH
+    )
     if level is None:
-        return ShardPlan(accumulates=session.settings.accumulates, filled_later=filled_later)
+        return ShardPlan(accumulates=accumulates, filled_later=filled_later)
     kept: list[nn.Module] = []
     if level.cast_model_type is not None:
         choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
@@ -110,6 +115,6 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         compute_dtype=level.cast_model_type or level.autocast,
         stored_dtype=None if level.master_weights else level.cast_model_type,
         kept=frozenset(kept),
-        accumulates=session.settings.accumulates,
+        accumulates=accumulates,
         filled_later=filled_later,
     )

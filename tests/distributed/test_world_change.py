@@ -7,11 +7,12 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Sampler
 
+from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
 from fabricamp.rng import global_seed, isolate_rng
 from tests.distributed.ranks import run_ranks
-from tests.small import Classifier, quiet_trainer
+from tests.small import Classifier, loader, quiet_trainer
 from tests.trainer.test_exact_resume import Samples, Saves
 
 SIZE, BATCH, EPOCHS = 96, 4, 2
@@ -156,3 +157,31 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
     assert [index for *_, index in seen] == list(range(3 * 2 * BATCH, SIZE))
     for name, value in straight[0].items():
         torch.testing.assert_close(state[name], value, **CLOSE["O0"])
+
+
+class Places(Callback):
+    def on_train_start(self, trainer, module):
+        self.found = trainer.accumulate_grad_batches, sorted(trainer.strategy.places_of_whole_gradients())
+
+
+def sharded_in_smaller_batches(folder):
+    """One process that begins with batches of 8, and goes on with those of 4."""
+    found = []
+    for batch, until in ((8, 2), (4, 4)):
+        places, keeper = Places(), ModelCheckpoint(folder, every_n_train_steps=2)
+        options = {
+            "strategy": "fsdp",
+            "devices": "auto",
+            "max_epochs": 1,
+            "max_steps": until,
+            "enable_checkpointing": True,
+        }
+        trainer = quiet_trainer(**options, on_world_change="keep_global_batch", callbacks=[places, keeper])
+        trainer.fit(Classifier(), loader(32, batch), ckpt_path="auto")
+        found.append(places.found)
+    return found
+
+
+def test_windows_that_come_with_smaller_batches_keep_gradients_whole_too(tmp_path):
+    (found,) = run_ranks(sharded_in_smaller_batches, 1, tmp_path)
+    assert found == [(1, []), (2, ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"])]
