@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import is_shard, whole
 
 
 def is_metric(value: object) -> bool:
@@ -27,7 +28,7 @@ def is_metric_collection(value: object) -> bool:
 
 
 def as_scalar(name: str, value: Tensor) -> Tensor:
-    """``value`` without its graph, as a 0-dim tensor."""
+    """``value`` without its graph, as a 0-dim tensor; of one that is shared out, whole: every rank calls it."""
     if value.numel() != 1:
         raise ConfigError(
             f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; a logged value has one element: "
@@ -35,7 +36,8 @@ def as_scalar(name: str, value: Tensor) -> Tensor:
         )
     if value.is_complex():
         raise ConfigError(f"self.log({name!r}, ...) was given a complex tensor; log its abs(), .real or .imag")
-    return value.detach().reshape(())
+    value = value.detach()
+    return (whole(value) if is_shard(value) else value).reshape(())
 
 
 def plain_value(name: str, value: Any) -> Tensor | float:

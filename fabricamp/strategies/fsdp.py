@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -16,6 +15,7 @@ from fabricamp.ops.shards import whole as all_of
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.first_values import FirstValues, fills_others
 from fabricamp.strategies.fsdp_options import checked_classes, checked_copies, checked_flag, checked_reshard
+from fabricamp.strategies.gathering import gathering, refuse_second_order
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
@@ -136,6 +136,7 @@ class FSDP(ProcessGroupStrategy):
                 "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
             )
         self._undo.note()
+        self._undo.also(refuse_second_order(units))
         self._wrap_steps(module)
         accumulation = self._choose_accumulation(module) if plan.accumulates else ""
         return self._told(module, kinds, sizes) + accumulation
@@ -330,7 +331,7 @@ class FSDP(ProcessGroupStrategy):
         for name in _STEPS:
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
-                vars(module)[name] = _gathering(module, name)
+                vars(module)[name] = gathering(module, name)
 
     def _choose_accumulation(self, module: nn.Module) -> str:
         """Decides where gradients of a window are exchanged; returns the words that tell of it."""
@@ -367,16 +368,6 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _own(table: dict[str, Any]) -> list[Tensor]:
     return [one for one in table.values() if one is not None]
-
-
-def _gathering(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The method of that name as torch wraps it, with the signature that it has: torch's takes one argument less."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    written = getattr(module, name)
-    register_fsdp_forward_method(module, name)
-    wrapped = getattr(module, name)
-    return functools.wraps(written)(functools.partial(wrapped))
 
 
 def _reshard(module: nn.Module) -> None:

@@ -87,6 +87,7 @@ def on_two_ranks(folder):
     found["overflow"] = overflow_on_one_rank()
     found["evaluated"] = evaluated()
     found["norms"] = norms()
+    found["logged"] = logged("fsdp", 4)
     found["weighted"] = weighted("fsdp", 4)
     found["rotated"] = rotated(folder / "rotated")
     found["validated"] = saved_behind_a_validation(folder / "validated.ckpt")
@@ -160,6 +161,24 @@ def norms():
     )
     trainer.fit(module, loader(8, 4 if trainer.world_size > 1 else 8))
     return module.rates
+
+
+def logged(strategy, batch_size):
+    """Numbers of weights: of a unit that is gathered no more, and of the rest, which is gathered in a step."""
+
+    class Logging(Net):
+        def validation_step(self, batch, batch_idx):
+            self(batch[0])
+            self.log_dict({"unit": self.blocks[0].up.weight.norm(), "rest": self.head.weight.sum()})
+            self.log("largest", self.blocks[1].down.weight.max(), on_step=True, on_epoch=False)
+
+        def on_train_epoch_end(self):
+            self.log("first", self.blocks[0].up.weight.mean(), rank_zero_only=True)
+
+    seed_everything(5, verbose=False)
+    trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1)
+    trainer.fit(Logging(), loader(8, batch_size), loader(8, batch_size))
+    return {name: float(value) for name, value in trainer.logged_metrics.items() if name != "loss"}
 
 
 def weighted(strategy, batch_size):
@@ -391,6 +410,10 @@ def test_the_other_entry_points_and_a_second_fit_take_the_same_module(ranks):
 def test_norms_of_gradients_are_those_of_whole_ones(ranks):
     assert ranks[0]["norms"] == ranks[1]["norms"]
     assert ranks[0]["norms"] == pytest.approx(norms(), rel=1e-5)
+
+
+def test_logged_numbers_of_weights_are_those_of_whole_ones(ranks):
+    assert ranks[0]["logged"] == pytest.approx(logged("single", 8), rel=1e-5)
 
 
 def test_losses_with_weights_are_divided_by_those_of_all_ranks(ranks):

@@ -185,6 +185,38 @@ def test_what_cannot_work_is_refused_before_the_first_batch(module, options, wor
     dist.destroy_process_group() if dist.is_initialized() else None
 
 
+class Penalized(Classifier):
+    """Adds what the gradient of its output by its input is."""
+
+    def __init__(self, *, create_graph):
+        super().__init__()
+        self.create_graph = create_graph
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()
+        out = self.net(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=True, create_graph=self.create_graph)
+        return out.square().mean() + (gradient.norm(dim=1) - 1).square().mean() * x.sum()
+
+
+@pytest.mark.parametrize(("units", "words"), [([nn.Linear], "through 'net.2'"), ([nn.Sequential], "through 'net'")])
+@pytest.mark.parametrize("checkpointed", [[], [nn.Linear]], ids=["kept", "checkpointed"])
+def test_a_gradient_of_a_gradient_is_refused_at_the_first_batch(units, words, checkpointed):
+    strategy = FSDP(units, activation_checkpointing=checkpointed)
+    with pytest.raises(ConfigError, match=f"{words} with strategy='fsdp' is not offered"):
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(Penalized(create_graph=True), loader(8, 4))
+    dist.destroy_process_group() if dist.is_initialized() else None
+
+
+def test_a_gradient_in_a_step_is_what_it_is_in_one_process():
+    def trained(strategy):
+        module = Penalized(create_graph=False)
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(module, loader(16, 4))
+        return torch.cat([one.detach().flatten() for one in module.parameters()])
+
+    assert torch.allclose(trained(FSDP([nn.Linear])), trained("single"), rtol=0, atol=1e-6)
+
+
 def test_a_tuner_and_a_save_after_the_run_are_refused(tmp_path):
     trainer = quiet_trainer(strategy="fsdp", max_epochs=1)
     with pytest.raises(ConfigError, match="Tuner with strategy='fsdp' is not offered"):
