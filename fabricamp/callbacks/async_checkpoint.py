@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
 from fabricamp.errors import CheckpointError
@@ -68,12 +69,16 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight come to its end, whatever happened to training; a second Ctrl-C does not wait for it."""
-        writer, self._writer, self._beside = self._writer, None, None
-        if writer is not None and trainer.state.fitting:
-            try:
+        writer = self._writer
+        try:
+            if ends_everywhere(trainer, exception):
+                self._settle(trainer)  # or a rank whose file has failed would save alone
+            elif writer is not None and trainer.state.fitting:
                 self._take_in(trainer, writer.wait)
-            except CheckpointError as error:
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
+        except CheckpointError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
+        finally:
+            self._writer = self._beside = None
         super().on_exception(trainer, pl_module, exception)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fabricamp.keywords import NamesKeywords
 from fabricamp.registry import Registry
+from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -215,6 +216,12 @@ CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")
 def decides_by_metrics(callback: Callback) -> bool:
     """Whether a callback is one of those that run last; one on Lightning's base has nothing that says so."""
     return getattr(callback, "monitors", None) is True
+
+
+def ends_everywhere(trainer: Trainer, exception: BaseException) -> bool:
+    """Whether training was ended by what ends it behind the same step on all ranks: Ctrl-C, a signal or a ``nan_policy``."""
+    stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
+    return stopped and trainer.state.fitting
 
 
 def waits_between_steps(callback: object) -> bool:

@@ -17,11 +17,10 @@ from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.callbacks._save_plan import Plan, Planner
-from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.base import Callback, ends_everywhere
 from fabricamp.checkpoint import places
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.views import score_tensor
-from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:
     import os
@@ -285,8 +284,7 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
-        stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
-        if not (self.save_on_exception or stopped) or not trainer.state.fitting:
+        if not (ends_everywhere(trainer, exception) or (self.save_on_exception and trainer.state.fitting)):
             return
         if self._saved_step != trainer.global_step:
             self._save(trainer, ranked=False)

@@ -307,3 +307,36 @@ def test_ranks_that_hold_parts_write_a_folder_beside_training(tmp_path):
         assert repr(beside[kind]) == repr(waited[kind])
     assert one[4] == other[4] == ""
     assert names(tmp_path / "failing") == []
+
+
+class Ends(Callback):
+    """A signal in step 3, upon which all ranks end behind step 4."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        agreement = trainer._runner.session.agreement
+        if trainer.global_step == 3:
+            agreement.request("SIGTERM")
+            assert agreement._settled.wait(30.0)
+
+
+def test_a_signal_at_the_step_whose_file_fails_ends_all_ranks_with_one(tmp_path, monkeypatch):
+    """Rank 0 alone has the failure: all save that step again."""
+
+    def refuse(path, state):
+        raise CheckpointError("the disk is full")
+
+    def work():
+        trainer = quiet_trainer(
+            strategy="ddp",
+            devices="auto",
+            max_epochs=1,
+            enable_checkpointing=True,
+            callbacks=[Ends(), AsyncCheckpoint(tmp_path, every_n_train_steps=4)],
+        )
+        with pytest.warns(RuntimeWarning, match="the disk is full"), pytest.raises(SystemExit):
+            trainer.fit(Classifier(), loader(64))
+        return trainer.global_step, trainer.checkpoint_callback.last_model_path
+
+    monkeypatch.setattr(async_checkpoint, "write_checkpoint", refuse)
+    assert run_ranks(work, 2) == [(4, str(tmp_path / "epoch=0-step=4.ckpt"))] * 2
+    assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
