@@ -51,4 +51,4 @@ def is_secret(name: str) -> bool:
 
 
 def _without_password(text: str) -> str:
-    return re.sub(r"(://[^/@\s:]*):[^/@\s]+@", rf"\1:{MASK}@", text)
+    return re.sub(r"(://[^/@\s:]*):[^/\s]+@", rf"\1:{MASK}@", text)

@@ -49,8 +49,11 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
     try:
         profiler.watch(module)
         yield
-    except BaseException:
-        profiler.teardown(fn.value)
+    except BaseException as error:
+        try:
+            profiler.teardown(fn.value)
+        except Exception as failure:  # noqa: BLE001 - what has ended the run is on its way
+            error.add_note(f"the profiler could not end either: {type(failure).__name__}: {failure}")
         raise
     profiler.describe()
 

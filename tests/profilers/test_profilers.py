@@ -331,6 +331,20 @@ def test_a_memory_of_a_gpu_is_refused_where_there_is_none():
             MemoryProfiler(**wrong)
 
 
+def test_what_ends_a_run_is_told_where_the_profiler_fails_too():
+    class Full(SimpleProfiler):
+        def teardown(self, stage):
+            raise OSError("no space left")
+
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user") as caught:
+        quiet_trainer(profiler=Full()).fit(Fails(), loader())
+    assert "the profiler could not end either: OSError: no space left" in caught.value.__notes__
+
+
 def on_two_ranks():
     quiet_trainer(max_epochs=1, devices="auto", strategy="ddp", profiler=SimpleProfiler("reports", "report")).fit(
         Classifier(), loader(16)

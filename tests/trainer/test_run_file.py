@@ -57,6 +57,7 @@ def test_what_a_fit_was_started_as_and_on():
         (["module.hfToken=geheim"], ["module.hfToken=***"]),
         (["+data.db.PASSWORD=a=b"], ["+data.db.PASSWORD=***"]),
         (["--storage", "postgresql://me:geheim@host/db"], ["--storage", "postgresql://me:***@host/db"]),
+        (["--storage", "postgresql://me:ge@heim@host/db"], ["--storage", "postgresql://me:***@host/db"]),
         (["--token", "--lr", "1"], ["--token", "--lr", "1"]),
         (["--max-tokens", "512", "--tokenizer=gpt2"], ["--max-tokens", "512", "--tokenizer=gpt2"]),
         (["--monkey", "a", "--key=b", "https://host:80/a@b"], ["--monkey", "a", "--key=b", "https://host:80/a@b"]),
