@@ -9,6 +9,7 @@ import uuid
 from datetime import timedelta
 from typing import cast
 
+from torch.distributed import DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from fabricamp.errors import ConfigError, DistributedError
@@ -55,7 +56,10 @@ def _attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> st
         return _named_by_first(store, world_size, timeout)
     word = uuid.uuid4().hex
     store.set(_word_of(rank), word)
-    store.wait([_answer_to(word)], timeout)
+    try:
+        store.wait([_answer_to(word)], timeout)
+    except DistStoreError as error:
+        raise _in_vain(rank, "0", world_size, timeout) from error
     attempt = store.get(_answer_to(word)).decode()
     store.set(_presence_of(rank, attempt), "1")
     return attempt
@@ -66,10 +70,7 @@ def _named_by_first(store: Store, world_size: int, timeout: timedelta) -> str:
     deadline = time.monotonic() + timeout.total_seconds()
     while missing := [rank for rank in answered if not store.check([_presence_of(rank, attempt)])]:
         if time.monotonic() > deadline:
-            raise DistributedError(
-                f"rank 0 waited {timeout.total_seconds():g} s for rank {', '.join(map(str, missing))} of {world_size} to come; "
-                "see what ended that process or holds it up"
-            )
+            raise _in_vain(0, ", ".join(map(str, missing)), world_size, timeout)
         for rank in missing:
             _answer(store, rank, attempt, answered)
         time.sleep(_LOOK_SECONDS)
@@ -81,6 +82,13 @@ def _answer(store: Store, rank: int, attempt: str, answered: dict[int, bytes]) -
     if store.check([_word_of(rank)]) and (word := store.get(_word_of(rank))) != answered[rank]:
         store.set(_answer_to(word.decode()), attempt)
         answered[rank] = word
+
+
+def _in_vain(rank: int, others: str, world_size: int, timeout: timedelta) -> DistributedError:
+    return DistributedError(
+        f"rank {rank} waited {timeout.total_seconds():g} s for rank {others} of {world_size} to come; see what ended that process "
+        "or holds it up"
+    )
 
 
 def _word_of(rank: int) -> str:

@@ -6,12 +6,15 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from fabricamp.errors import DistributedError
 from fabricamp.strategies import DDP, Environment
+from fabricamp.strategies.meeting import _attempt
+from fabricamp.torch_private import TCPStore
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -76,3 +79,9 @@ def wait_in_vain():
 
 def test_rank_0_names_those_that_do_not_come():
     run_ranks(wait_in_vain, 1, backend=None, timeout=60.0)
+
+
+def test_the_others_name_rank_0_where_it_does_not_come():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(DistributedError, match=r"rank 1 waited 0.1 s for rank 0 of 2 to come"):
+        _attempt(store, 1, 2, timedelta(seconds=0.1))
