@@ -1,12 +1,14 @@
-"""Runs of a small network under strategy="fsdp": its cells, fits that end with weights to compare, on CPUs and on GPUs.
+"""Runs of a small network under strategy="fsdp": its cells, fits that end with weights, and how these are judged, on CPUs and GPUs.
 
-from tests.distributed.sharded import Block, Cell, Net, fitted, flat
+from tests.distributed.sharded import CELLS, Block, Cell, Net, alone, fitted, flat, too_far
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -15,7 +17,7 @@ from fabricamp.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, Fused
 from fabricamp.strategies import FSDP
 from tests.small import loader, quiet_trainer
 
-__all__ = ["Block", "Cell", "Net", "SaveAt", "fitted", "flat", "sharding"]
+__all__ = ["CELLS", "OPTIMIZERS", "Block", "Cell", "Net", "SaveAt", "alone", "fitted", "flat", "sharding", "too_far"]
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -32,7 +34,7 @@ OPTIMIZERS = {
 
 
 class Cell(NamedTuple):
-    """One way to train."""
+    """One way to train; ``accumulate`` micro-batches are a step."""
 
     level: str
     optimizer: str
@@ -43,6 +45,29 @@ class Cell(NamedTuple):
 
     def __str__(self):
         return "-".join(map(str, self))
+
+
+CELLS = [
+    Cell("O0", "FusedAdam", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O0", "torch's fused adamw", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O0", "FusedAdagrad", 1, ("value", 0.02), True, "blocks"),
+    Cell("O1", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O1", "torch's fused adamw", 1, None, False, "blocks"),
+    Cell("O2", "FusedAdam", 1, ("norm", 0.5), False, "blocks"),
+    Cell("O2", "adamw", 3, ("value", 0.02), True, "blocks"),
+    Cell("O4", "FusedLion", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O5", "FusedSGD", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O0", "FusedLAMB", 3, ("value", 0.02), True, "blocks"),
+    Cell("O1", "FusedNovoGrad", 3, ("norm", 0.5), False, "blocks"),
+    Cell("O5", "LARC", 1, ("norm", 0.5), True, "blocks"),
+    Cell("O2", "FusedLAMB", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O3", "FusedAdam", 3, ("norm", 0.5), True, "blocks"),
+    Cell("O3", "FusedNovoGrad", 1, None, False, "blocks"),
+    Cell("O0", "adamw", 1, ("norm", 0.5), True, "offload"),
+    Cell("O4", "torch's fused adamw", 3, ("value", 0.02), True, "offload"),
+    Cell("O5", "FusedLAMB", 1, ("norm", 0.5), True, "offload"),
+]
+"""On CPUs and on GPUs."""
 
 
 class Block(torch.nn.Module):
@@ -61,6 +86,8 @@ class Block(torch.nn.Module):
 class Net(TrainingModule):
     """Repeated blocks, and parameters outside of them: one of a single number, one tied to another."""
 
+    block = Block
+
     def __init__(self, optimizer="sgd", *, meta=False):
         super().__init__()
         self.optimizer = optimizer
@@ -71,7 +98,7 @@ class Net(TrainingModule):
 
     def build(self):
         self.first = torch.nn.Linear(8, 16)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.blocks = torch.nn.ModuleList(self.block() for _ in range(3))
         self.head = torch.nn.Linear(16, 3)
         self.mirror = torch.nn.Linear(16, 3, bias=False)
         self.mirror.weight = self.head.weight
@@ -129,10 +156,10 @@ def sharding(cell, **options):
     return FSDP(units, reshard_after_forward=cell.reshard, offload=cell.units == "offload", **options)
 
 
-def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None, accelerator="cpu", callbacks=()):
-    """The weights after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
+def fitted(cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=None, accelerator="cpu", callbacks=()):
+    """Weights and logged values after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
     seed_everything(5, verbose=False)
-    module = Net(cell.optimizer)
+    module = net(cell.optimizer)
     trainer = quiet_trainer(
         accelerator=accelerator,
         devices=1 if strategy == "single" else "auto",
@@ -143,8 +170,33 @@ def fitted(cell, strategy, batch_size, *, save=None, ckpt_path=None, accelerator
         gradient_clip_val=cell.clip and cell.clip[1],
         gradient_clip_algorithm=cell.clip[0] if cell.clip else "norm",
         num_sanity_val_steps=1,
-        callbacks=[*callbacks, *([] if save is None else [SaveAt(save, 5)])],
+        callbacks=[*callbacks, *([] if save is None else [SaveAt(save, at)])],
     )
     trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
-    assert type(module) is Net
-    return None if trainer.global_rank else (flat(module), float(trainer.callback_metrics["val_loss"]))
+    assert type(module) is net
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in module.modules())
+    if trainer.global_rank:
+        return None
+    return flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@functools.cache
+def alone(cell, net=Net, accelerator="cpu"):
+    """What one process ends with on the joined batch."""
+    return fitted(cell, "single", 8, net=net, accelerator=accelerator)
+
+
+def too_far(cell, found, *, net=Net, accelerator="cpu", limit=1e-6):
+    """What is wrong with the weights and the loss of several ranks, beside those of one process; None where nothing is."""
+    seed_everything(5, verbose=False)
+    before = flat(net(cell.optimizer))
+    (together, logged), (single, logged_alone) = found, alone(cell, net, accelerator)
+    exact, _ = alone(cell._replace(level="O0"), net, accelerator)
+    moved = (exact - before).norm()
+    assert moved > 0.02
+    own, others = (float((weights - exact).norm() / moved) for weights in (together, single))
+    if cell.level == "O0":
+        same_loss = logged["val_loss"] == pytest.approx(logged_alone["val_loss"], rel=10 * limit)
+        return None if own < limit and same_loss else (own, logged["val_loss"])
+    # Sums of half gradients are rounded in another order: neither is nearer to what fp32 gives.
+    return None if own < 2 * others + 1e-3 else (own, others)
