@@ -32,21 +32,24 @@ _COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", 
 @functools.cache
 def library(text: str) -> ctypes.CDLL:
     """Builds the kernels of ``text``."""
-    headers = _headers()
-    name = hashlib.sha256(f"{headers.name}{text}".encode()).hexdigest()[:32]
+    common = _common()
+    name = hashlib.sha256(f"{common.name}{text}".encode()).hexdigest()[:32]
     exports = "\n".join(f"EXPORT({kernel})" for kernel in _KERNEL.findall(text))
     body = _DYNAMIC.sub(r"\1* \2 = (\1*)::cuda_on_cpu::dynamic_shared;", text)
     numbers = "".join(f"#ifndef {name}\n#define {name} {n}\n#endif\n" for name, n in _NUMBERS.items())
     unit = f'#include "cuda_on_cpu.h"\n{body}\n{numbers}{exports}\n'
-    return ctypes.CDLL(str(_made(f"{name}.so", "unit.cpp", unit, [f"-I{headers}", f"-I{HERE}", "-shared"])))
+    options = [f"-I{common}", f"-I{HERE}", "-shared", f"{common}/cuda_on_cpu.o"]
+    return ctypes.CDLL(str(_made(f"{name}.so", "unit.cpp", unit, options)))
 
 
 @functools.cache
-def _headers() -> Path:
-    """A folder with the large header compiled, which is half of a kernel's compilation."""
-    texts = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+def _common() -> Path:
+    """A folder with what all kernels share: the header, compiled before, and what runs them; more than half of a compilation."""
+    texts = "".join(path.read_text() for path in sorted(HERE.glob("cuda*")))
     folder = _FOLDER / hashlib.sha256(f"{_COMPILE}{texts}".encode()).hexdigest()[:32]
-    _made(f"{folder.name}/cuda_on_cpu.h.gch", "cuda_on_cpu.h", (HERE / "cuda_on_cpu.h").read_text(), [f"-I{HERE}"])
+    for made, source, options in (("h.gch", "h", ["-xc++-header"]), ("o", "cpp", ["-c", "-O2"])):
+        name = f"cuda_on_cpu.{source}"
+        _made(f"{folder.name}/cuda_on_cpu.{made}", name, (HERE / name).read_text(), [f"-I{HERE}", *options])
     return folder
 
 
