@@ -139,6 +139,35 @@ def test_detect_anomaly_names_the_operation_for_as_long_as_the_run():
     quiet_trainer(max_steps=1).fit(Bad(), loader())
 
 
+@pytest.mark.parametrize(
+    ("options", "inside"),
+    [
+        ({"deterministic": True}, (True, False, False)),
+        ({"deterministic": "warn"}, (True, True, False)),
+        ({"deterministic": True, "benchmark": True}, (True, False, True)),
+        ({"benchmark": True}, (False, False, True)),
+        ({"benchmark": False}, (False, False, False)),
+    ],
+)
+def test_determinism_and_benchmark_last_as_long_as_the_run(options, inside):
+    def settings():
+        algorithms, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        return algorithms, warns, torch.backends.cudnn.benchmark
+
+    class Looks(Classifier):
+        def training_step(self, batch, batch_idx):
+            seen.append(settings())
+            return super().training_step(batch, batch_idx)
+
+    seen, before = [], settings()
+    quiet_trainer(max_steps=1, **options).fit(Looks(), loader())
+    assert seen == [inside]
+    assert settings() == before
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_evaluation_is_in_inference_mode_or_without_gradients(inference_mode):
     class Looks(Classifier):
