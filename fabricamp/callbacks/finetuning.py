@@ -128,7 +128,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of ``params`` that ``optimizer`` does not update yet; warns where it updates some."""
-        known = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
+        known = _updated_by(optimizer)
         given = list(params)
         new = [one for one in given if id(one) not in known]
         if len(new) < len(given):
@@ -151,9 +151,14 @@ class BaseFinetuning(Callback):
 
         ``lr`` None: the first group's, divided by ``initial_denom_lr``.  ``train_bn`` False: no parameter of BatchNorm is added.
         """
+        norms = [one for one in BaseFinetuning.flatten_modules(modules) if isinstance(one, AnyBatchNorm)]
+        trained = {id(one) for one in BaseFinetuning.filter_params(norms)} & _updated_by(
+            optimizer
+        )  # as freeze left them
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        found = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        unfrozen = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        found = [one for one in unfrozen if id(one) not in trained]
         if new := BaseFinetuning.filter_on_optimizer(optimizer, found):
             optimizer.add_param_group({"params": new, "lr": rate})
 
@@ -331,6 +336,11 @@ class BackboneFinetuning(BaseFinetuning):
                 "fabricamp: learning rate %s, of the backbone %s",
                 round(others, self.rounding), round(rate, self.rounding),
             )  # fmt: skip
+
+
+def _updated_by(optimizer: Optimizer) -> set[int]:
+    """The parameters of the module that ``optimizer`` updates, by identity."""
+    return {id(module_parameter(one)) for one in owned_parameters(optimizer)}
 
 
 def _own_parameters(module: Module) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.engine.parts import FitParts
+
+_STEP = methodcaller("step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,5 +72,6 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
         wants_outputs=bool(hooks("on_train_batch_end")),
         shows_gradients=shown,
         plain_zero_grad=None if optimizer is None or before_zero_grad or zero_grad else optimizer.zero_grad,
-        plain_step=optimizer.step if optimizer is not None and plain else None,
+        # Looked up at each step: a schedule that is made within a run puts torch's own function around it.
+        plain_step=partial(_STEP, optimizer) if optimizer is not None and plain else None,
     )

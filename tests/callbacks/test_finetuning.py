@@ -176,6 +176,12 @@ def test_what_the_optimizer_has_already_is_not_added_again(precision, caplog):
     ]  # Lightning takes equal values for the same parameter
 
 
+def test_batch_norm_that_is_trained_all_along_is_no_mistake(caplog):
+    trainer, _ = fit(Stages(train_bn=True))
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [4, 2, 2]
+    assert "already" not in caplog.text
+
+
 def test_what_is_frozen():
     net = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))})
     one, two = net["one"], net["two"]
