@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 from fabricamp.containers import own_containers
-from fabricamp.errors import UnknownArgumentError, meant, nearest
+from fabricamp.errors import UnknownArgumentError, advice, meant, nearest
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 class NamesKeywords:
@@ -21,6 +24,25 @@ class NamesKeywords:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = _refusing(cls, cls.__init__)  # type: ignore[method-assign]  # the same signature
+
+
+def names_keywords(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Lets a method raise :class:`UnknownArgumentError`, with the nearest of its keywords."""
+    known = list(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)
+    def called(*args: _Given.args, **given: _Given.kwargs) -> _Result:
+        refuse_others(method.__name__, given, known)
+        return method(*args, **given)
+
+    return called
+
+
+def refuse_others(called: str, given: Iterable[str], known: list[str]) -> None:
+    """Raises for the first of ``given`` that is not ``known``, in the name of what was called."""
+    for name in given:
+        if name not in known:
+            raise UnknownArgumentError(f"{called} has no argument {name!r}{advice(called, name, known)}")
 
 
 def _refusing(owner: type, init: Callable[..., None]) -> Callable[..., None]:

@@ -10,24 +10,31 @@ import pydoc
 import pytest
 import torch
 
-from fabricamp import Callback, ConfigError, OptLevel, callbacks, loggers, optimizers, strategies
+from fabricamp import Callback, ConfigError, OptLevel, callbacks, loggers, optimizers, profilers, strategies
 from fabricamp.callbacks import AsyncCheckpoint, EarlyStopping, ModelCheckpoint
+from fabricamp.data import CombinedLoader, DataModule, LengthGroups, ResidentLoader, Sharded
 from fabricamp.errors import UnknownArgumentError
+from fabricamp.tuner import Tuner
 
-BASES = (Callback, loggers.Logger, strategies.Strategy, torch.optim.Optimizer)
+BASES = (Callback, loggers.Logger, profilers.Profiler, strategies.Strategy, torch.optim.Optimizer)
+OTHERS = [OptLevel, CombinedLoader, LengthGroups, ResidentLoader, Sharded]
 PLUGINS = [
     kind
-    for part in (callbacks, loggers, strategies, optimizers)
+    for part in (callbacks, loggers, profilers, strategies, optimizers)
     for kind in (getattr(part, name) for name in part.__all__)
     if isinstance(kind, type) and issubclass(kind, BASES) and len(inspect.signature(kind).parameters)
 ]
 
 
 def named(kind: type) -> list[str]:
-    return [one.name for one in inspect.signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    return [
+        one.name
+        for one in inspect.signature(kind).parameters.values()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
 
 
-@pytest.mark.parametrize("kind", [*dict.fromkeys(PLUGINS), OptLevel], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*dict.fromkeys(PLUGINS), *OTHERS], ids=lambda kind: kind.__name__)
 def test_every_plug_in_names_itself_and_the_nearest_argument(kind):
     # One that takes options can only look at them when it has its folder.
     places = ["logs"] if kind is loggers.TensorBoardLogger else []
@@ -54,6 +61,18 @@ def test_the_plug_ins_are_those_of_the_package():
         (lambda: AsyncCheckpoint(period=2), "AsyncCheckpoint has no argument 'period'; write every_n_epochs=2"),
         (lambda: callbacks.ProgressBar(refresh_rate=0), "for none enable_progress_bar=False"),
         (lambda: optimizers.FusedSGD([], learning_rate=0.1), "FusedSGD has no argument 'learning_rate'; write lr=0.1"),
+        (
+            lambda: Tuner(None).lr_find(None, num_train=9),
+            "lr_find has no argument 'num_train'; did you mean 'num_training'?",
+        ),
+        (
+            lambda: Tuner(None).scale_batch_size(None, x=1),
+            "scale_batch_size has no argument 'x' (known: model, train_data",
+        ),
+        (
+            lambda: DataModule.from_datasets(batchsize=4),
+            "DataModule.from_datasets has no argument 'batchsize'; did you mean 'b",
+        ),
         (lambda: callbacks.DivergenceCheck(xyz=1), "DivergenceCheck has no argument 'xyz' (known: every_n_steps)"),
     ],
 )

@@ -109,6 +109,10 @@ _ROWS: Final = {
         "mps": "Apple's GPUs are not offered: a Mac runs accelerator='cpu', which 'auto' chooses there",
         "tpu xla": "TPUs are not offered: write 'cpu', 'gpu' or 'auto'",
     },
+    "profiler": {
+        "advanced": "run python -m cProfile, or write 'pytorch'",
+        "xla": "TPUs are not offered",
+    },
     "configuration": {
         "datamodule": "write data",
         "lr": "write module.lr",

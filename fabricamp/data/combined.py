@@ -14,6 +14,7 @@ from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
@@ -21,7 +22,7 @@ _PASS = 0x9E3779B1
 _END = object()
 
 
-class CombinedLoader:
+class CombinedLoader(NamesKeywords):
     """One batch of every loader at a time, in the collection they came in (dict, list or tuple; these may hold others).
 
     ``min_size``: as long as the shortest; ``max_size``: as long as the longest, None for those that ended;

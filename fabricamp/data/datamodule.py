@@ -17,6 +17,7 @@ from fabricamp.containers import own_containers
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import HyperparametersMixin
+from fabricamp.keywords import refuse_others
 
 
 class DataModule(HyperparametersMixin):
@@ -57,6 +58,9 @@ class DataModule(HyperparametersMixin):
         """
         accepted = inspect.signature(cls).parameters
         takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+        if not takes_any:
+            own = [name for name in inspect.signature(cls.from_datasets).parameters if name != "datamodule_kwargs"]
+            refuse_others(f"{cls.__name__}.from_datasets", datamodule_kwargs, [*own, *accepted])
         for name, value in (("batch_size", batch_size), ("num_workers", num_workers)):
             if takes_any or name in accepted:
                 datamodule_kwargs.setdefault(name, value)

@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import Sampler
 
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 
 
-class LengthGroups(Sampler[list[int]]):
+class LengthGroups(NamesKeywords, Sampler[list[int]]):
     """A batch sampler for samples of different lengths: ``DataLoader(dataset, batch_sampler=LengthGroups(lengths, ...))``.
 
     Shuffled samples are sorted by length within groups of ``group`` batches, cut into batches, and these are shuffled.  The order

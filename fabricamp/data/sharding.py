@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabricamp.containers import own_containers, tensors_within
+from fabricamp.containers import tensors_within
 from fabricamp.data.feed import Feed
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import NamesKeywords
 from fabricamp.strategies.base import Strategy
 
 
-class Sharded(IterableDataset[Any]):
+class Sharded(NamesKeywords, IterableDataset[Any]):
     """A stream of which every worker of every rank gets its own share: each sample is seen once.
 
     All of them read the whole stream, which has to come in the same order everywhere, and each keeps one sample of every round.  To
@@ -34,7 +35,7 @@ class Sharded(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
-        self.dataset = own_containers(dataset)
+        self.dataset = dataset
         self._rank, self._world_size, self._whole_rounds = 0, 1, False
 
     def __iter__(self) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricamp.errors import ConfigError, nearest, without_address
+from fabricamp.errors import ConfigError, meant, nearest, without_address
 from fabricamp.not_offered import lightnings
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.profilers.memory import MemoryProfiler
@@ -43,6 +43,8 @@ def _chosen(value: Any) -> Profiler:
         return PyTorchProfiler()
     if words := lightnings(value):
         raise ConfigError(f"profiler: {words}")
+    if words := meant("profiler", value):
+        raise ConfigError(f"profiler={value!r} is not known{words}")
     hint = nearest(value, _NAMES) if isinstance(value, str) else ""
     raise ConfigError(
         f"profiler={without_address(value)} is not known{hint} (known: 'simple', 'pytorch', 'memory', or an object that "

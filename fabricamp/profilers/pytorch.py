@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fabricamp.arguments.checks import check_choice
+from fabricamp.arguments.checks import check_choice, check_names
 from fabricamp.errors import ConfigError
 from fabricamp.profilers.profiler import BATCHES, Profiler
 
@@ -41,7 +42,7 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: further arguments of ``torch.profiler.profile``, such as ``schedule`` and ``profile_memory``.
 
     Raises:
-        ConfigError: for an unknown ``sort_by_key``, or a ``schedule`` that is no function.
+        ConfigError: for an unknown ``sort_by_key`` or keyword, or a ``schedule`` that is no function.
 
     Example:
         >>> trainer = Trainer(profiler=PyTorchProfiler(profile_memory=True, row_limit=10))
@@ -62,6 +63,10 @@ class PyTorchProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename)
         check_choice("sort_by_key", sort_by_key, (*_SORT_KEYS, None))
+        takes = [name for kind in (PyTorchProfiler, profile) for name in inspect.signature(kind).parameters]
+        check_names(
+            "PyTorchProfiler has no argument", profiler_kwargs, [one for one in takes if one != "profiler_kwargs"]
+        )
         given = profiler_kwargs.get("schedule")
         if given is not None and not callable(given):
             raise ConfigError(

@@ -9,6 +9,7 @@ from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.errors import ConfigError
+from fabricamp.keywords import names_keywords
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.finders import find_batch_size, find_learning_rate
@@ -41,6 +42,7 @@ class Tuner:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
+    @names_keywords
     def lr_find(
         self,
         model: TrainingModule,
@@ -86,6 +88,7 @@ class Tuner:
         found: LRFinder | None = options.optimal_lr
         return found
 
+    @names_keywords
     def scale_batch_size(
         self,
         model: TrainingModule,

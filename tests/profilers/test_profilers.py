@@ -310,6 +310,8 @@ def test_wrong_options_are_refused():
         PyTorchProfiler(sort_by_key="cpu_time_totals")
     with pytest.raises(ConfigError, match="is no function"):
         PyTorchProfiler(schedule=3)
+    with pytest.raises(ConfigError, match="no argument 'profil_memory'; did you mean 'profile_memory'"):
+        PyTorchProfiler(profil_memory=True)
 
 
 def test_a_search_is_not_counted():

@@ -149,7 +149,7 @@ def test_what_was_meant_is_told_and_the_list_of_names_is_not(given, words):
     assert "known:" not in str(error.value)
 
 
-@pytest.mark.parametrize("argument", ["precision", "strategy", "accelerator"])
+@pytest.mark.parametrize("argument", ["precision", "strategy", "accelerator", "profiler"])
 def test_names_of_others_name_what_there_is(argument):
     for pattern, words in MEANINGS[argument].items():
         with pytest.raises(ConfigError, match=re.escape(words.partition("{")[0])):
