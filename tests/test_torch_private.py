@@ -114,6 +114,14 @@ def test_the_functions_do_what_they_are_used_for():
     assert torch_private.dispatch_modes() == 0
     assert torch_private.tracing_state() is None
     assert not torch_private.exporting()
+    assert not torch_private.observed()
+    assert torch.func.vmap(lambda x: x + torch_private.observed())(torch.zeros(2)).tolist() == [1.0, 1.0]
+    assert not torch_private.any_autocast()
+    with torch.autocast("cpu"):
+        assert torch_private.any_autocast()
+    made = torch_private.allocator("cpu")((2, 3), (3, 1), torch.float16)
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (3, 1), torch.float16, "cpu")
+    assert callable(torch_private.allocator("cuda"))
     called = []
     leaf = torch.zeros(1, requires_grad=True)
     leaf.register_hook(lambda _: torch_private.call_at_end_of_backward(lambda: called.append(leaf.grad is not None)))

@@ -164,8 +164,7 @@ class Kernel:
     def __init__(self, function: Function, device: torch.device, types: tuple[str, ...]) -> None:
         self._function = function
         self._types = types
-        self._device = device
-        self._cuda = device.type == "cuda"
+        self._start = _starter(function, device)
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self._places: list[_Place] = []
 
@@ -193,22 +192,11 @@ class Kernel:
         try:
             place = self._places.pop()
         except IndexError:
-            place = _Place(self._types)
-        place.write(place.numbers, 0, *numbers)
-        self._start(blocks, threads, place.address)
+            place = _place_of(self._types)
+        write, values, address, _ = place
+        write(values, 0, *numbers)
+        self._start(blocks, threads, address)
         self._places.append(place)
-
-    def _start(self, blocks: int, threads: int, arguments: int) -> None:
-        if not self._cuda:
-            self._function(blocks, threads, arguments, 0)
-            return
-        index = self._device.index
-        stream = current_stream(index)
-        if current_device() == index:
-            self._function(blocks, threads, arguments, stream)
-        else:
-            with torch.cuda.device(self._device):
-                self._function(blocks, threads, arguments, stream)
 
     def _lay_out(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[int, Any]:
         if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
@@ -222,17 +210,37 @@ class Kernel:
         return call
 
 
-class _Place:
-    """Memory for a launch's arguments, and the array of their addresses that the driver gets."""
+class _Place(NamedTuple):
+    """Memory for a launch's arguments, what writes them there, and the array of their addresses, which the driver gets."""
 
-    __slots__ = ("_addresses", "address", "numbers", "write")
+    write: Callable[..., None]
+    values: Any
+    address: int
+    addresses: Any
 
-    def __init__(self, types: tuple[str, ...]) -> None:
-        self.write = struct.Struct("".join([_CODES[kind] for kind in types])).pack_into
-        self.numbers = (ctypes.c_uint64 * len(types))()
-        first = ctypes.addressof(self.numbers)
-        self._addresses = (ctypes.c_void_p * len(types))(*[first + 8 * place for place in range(len(types))])
-        self.address = ctypes.addressof(self._addresses)
+
+def _place_of(types: tuple[str, ...]) -> _Place:
+    values = (ctypes.c_uint64 * len(types))()
+    first = ctypes.addressof(values)
+    addresses = (ctypes.c_void_p * len(types))(*[first + 8 * place for place in range(len(types))])
+    write = struct.Struct("".join([_CODES[kind] for kind in types])).pack_into
+    return _Place(write, values, ctypes.addressof(addresses), addresses)
+
+
+def _starter(function: Function, device: torch.device) -> Callable[[int, int, int], None]:
+    """Returns what launches ``function`` on torch's current stream of ``device``, by blocks, threads and arguments."""
+    if device.type != "cuda":
+        return lambda blocks, threads, arguments: function(blocks, threads, arguments, 0)
+    index = device.index
+
+    def start(blocks: int, threads: int, arguments: int) -> None:
+        if current_device() == index:
+            function(blocks, threads, arguments, current_stream(index))
+            return
+        with torch.cuda.device(device):
+            function(blocks, threads, arguments, current_stream(index))
+
+    return start
 
 
 def _as_c(kind: str, value: Any) -> Any:

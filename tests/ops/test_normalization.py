@@ -361,6 +361,32 @@ def test_a_choice_that_changes_is_followed(device):
 
 
 @one_order
+def test_a_call_like_one_before_follows_all_that_it_depends_on(device, monkeypatch):
+    monkeypatch.setattr(normalization, "_MOST_WAYS", 3)
+    x, weight, bias = operands(device, 4, 24, (S, S))
+    expected = layer_norm(x, 24, weight, bias)
+    for shape in ([24], torch.Size([24]), (24,), [24]):
+        assert torch.equal(layer_norm(x, shape, weight, bias), expected)
+        assert len(norm_kernels.ways) <= 3
+    least = torch.tensor(1e-5)
+    assert torch.equal(layer_norm(x, 24, weight, bias, least), expected)
+    assert torch.equal(layer_norm(x, 24, weight, bias, least.fill_(2)), layer_norm(x, 24, weight, bias, 2.0))
+    for other in (x.view(2, 2, 24), x[:1], x[0], x.view(2, 2, 24)):
+        near(
+            layer_norm(other, 24, weight, bias), F.layer_norm(other.double(), (24,), weight.double(), bias.double()), S
+        )
+    with torch.inference_mode():
+        made = layer_norm(x, 24, weight, bias)
+    assert made.is_inference()
+    assert torch.equal(made, expected)
+    with torch.autocast(device.type, B):
+        assert layer_norm(x, 24, weight, bias).dtype == B
+    assert layer_norm(x, 24, weight, bias).dtype == S
+    with pytest.raises(ConfigError, match="weight has shape"):
+        layer_norm(x, 24, weight[:12], bias)
+
+
+@one_order
 def test_a_tensor_whose_memory_was_freed_is_refused(device):
     x, weight, bias = operands(device, 4, 24, (S, S))
     made = layer_norm(x, 24, weight, bias)

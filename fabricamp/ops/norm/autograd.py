@@ -9,49 +9,55 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dispatch import is_batch
-from fabricamp.ops.norm.kernels import Kernels, kernels_of
+from fabricamp.ops.norm.kernels import Kernels, Way, kernels_of
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.ops.norm.references import layer_norm_reference, rms_norm_reference
 from fabricamp.torch_private import unobserved_apply
-
-
-def contiguous(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the operands as kernels read them."""
-    return (
-        x.contiguous(),
-        None if weight is None else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-    )
 
 
 class _Normalise(torch.autograd.Function):
     """The kernels under autograd: a custom operator's way costs more on the host, and eager calls pay it every time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels, eps: float
-    ) -> Tensor:
-        output, statistics = kernels.forward(x, weight, bias, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        output, statistics = kernels.forward(x, weight, bias)
         ctx.save_for_backward(output if kernels.norm.efficient else x, weight, bias, statistics)
-        ctx.kernels, ctx.eps = kernels, eps
+        ctx.kernels = kernels
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kernels: Kernels = ctx.kernels
         if torch.is_grad_enabled() or is_batch(gradient):
-            return *_differentiable(ctx, kernels.norm, gradient), None, None
+            return *_differentiable(ctx, kernels.norm, kernels.eps, gradient), None
         saved, weight, bias, statistics = ctx.saved_tensors
-        _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        found = kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, ctx.eps, of_weight or of_bias)
-        return *found, None, None
+        _, of_weight, of_bias, _ = ctx.needs_input_grad
+        return *kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, of_weight or of_bias), None
 
 
-normalise: Final = unobserved_apply(_Normalise)
-"""Takes input, weight, bias, kernels and eps.  Not for functorch's transforms."""
+_normalise: Final = unobserved_apply(_Normalise)
 
 
-def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | None]:
+def by_kernels(kernels: Kernels) -> Way:
+    """Returns what normalises an input by weight and bias, in eager calls that nothing looks on at."""
+
+    def way(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            made: Tensor = _normalise(x, weight, bias, kernels)
+            return made
+        return kernels.forward(x, weight, bias)[0]
+
+    return way
+
+
+def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[Tensor | None]:
     """The gradients by torch's operations, for those who differentiate them (``create_graph=True``), or ask for a batch of them."""
     again = torch.is_grad_enabled()
     if norm.efficient:
@@ -64,9 +70,9 @@ def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | Non
         rows = x.reshape(-1, norm.width)
         factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
         if norm.center:
-            result = layer_norm_reference(rows, norm.width, factor, shift, eps=ctx.eps, dtype=norm.output)
+            result = layer_norm_reference(rows, norm.width, factor, shift, eps=eps, dtype=norm.output)
         else:
-            result = rms_norm_reference(rows, norm.width, factor, ctx.eps, dtype=norm.output)
+            result = rms_norm_reference(rows, norm.width, factor, eps, dtype=norm.output)
     wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
     found = iter(torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=again))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
@@ -81,7 +87,7 @@ def _differentiable(ctx: Any, norm: Norm, gradient: Tensor) -> list[Tensor | Non
 def _forward_op(x: Tensor, weight: Tensor | None, bias: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
     width, eps, dtype, center, efficient = how
     norm = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device)
-    return kernels_of(norm).forward(x, weight, bias, eps)
+    return _kernels_of(norm, x, weight, bias, eps).forward(x, weight, bias)
 
 
 @_forward_op.register_fake
@@ -100,7 +106,8 @@ def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _backward_op(gradient: Tensor, saved: Tensor, statistics: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     weight, bias, width, eps, dtype, center, efficient, sums = rest
     norm = _norm_of(dtype, weight, bias, width, gradient.dtype, center, efficient, gradient.device)
-    found = kernels_of(norm).backward(gradient.contiguous(), saved, statistics, weight, bias, eps, sums)
+    kernels = _kernels_of(norm, gradient, weight, bias, eps)
+    found = kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, sums)
     of_input, of_weight, of_bias = (gradient.new_empty(0) if one is None else one for one in found)
     return of_input, of_weight, of_bias
 
@@ -112,6 +119,11 @@ def _backward_shapes(gradient: Tensor, saved: Tensor, *rest: Any) -> tuple[Tenso
         gradient.new_empty(0) if one is None or not sums else torch.empty_like(one) for one in (weight, bias)
     )
     return saved.new_empty(saved.shape, dtype=dtype), of_weight, of_bias
+
+
+def _kernels_of(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Kernels:
+    first = bias if weight is None else weight
+    return kernels_of(norm, tuple(x.shape), () if first is None else tuple(first.shape), eps)
 
 
 def _norm_of(
@@ -140,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward_of_op(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     norm: Norm = ctx.norm
     if torch.is_grad_enabled():
-        return *_differentiable(ctx, norm, gradient), *[None] * 5
+        return *_differentiable(ctx, norm, ctx.eps, gradient), *[None] * 5
     saved, weight, bias, statistics = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     found = _backward_op(
@@ -155,6 +167,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 def registered(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> Tensor:
     """Returns ``x`` normalised by one registered operation, for what records these."""
-    x, weight, bias = contiguous(x, weight, bias)
+    x = x.contiguous()
+    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     made: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]
     return made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
 import torch
@@ -12,8 +14,16 @@ from fabricamp.ops.bridge import Kernel, address_of, kernel
 from fabricamp.ops.norm import clusters
 from fabricamp.ops.norm import plans as norm_plans
 from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
+from fabricamp.torch_private import allocator, current_device
+
+Way = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+"""What normalises an input by weight and bias."""
+
+ways: Final[dict[Hashable, Way]] = {}
+"""How calls went, by all that their way depends on: an eager call like one before is checked, chosen for and laid out no more."""
 
 _ANY: Final = 2**31 - 1
+_ONE: Final = (1,)
 _COLUMN_BLOCKS: Final = 3
 """Blocks of norm_columns.cu that a multiprocessor holds."""
 
@@ -92,33 +102,43 @@ def _finish(parameter: torch.dtype, weight: bool, bias: bool, device: torch.devi
 
 
 class Kernels:
-    """The kernels of one norm, each laid out and compiled when it is first needed.
+    """The kernels of one norm over inputs of one shape, each laid out and compiled when it is first needed.
 
     Tensors are contiguous, on its device, and in memory of their own; ``weight`` and ``bias`` are None where it has none.
     """
 
-    def __init__(self, norm: Norm) -> None:
-        self.norm = norm
-        self._width = norm.width
-        self._output = None if norm.output == norm.input else norm.output
+    def __init__(self, norm: Norm, shape: tuple[int, ...], over: tuple[int, ...], eps: float) -> None:
+        self.norm, self.eps = norm, eps
+        self._shape, self._strides = shape, _strides(shape)
+        self._over, self._steps = over, _strides(over)
+        """Of weight and bias."""
+        self._rows = rows = math.prod(shape) // norm.width
+        self._statistics = (2 * rows if norm.center else rows,)
+        self._roots = 4 * rows if norm.center else 0
+        """Bytes from the first of the statistics to that of the roots."""
         self._columns = norm.width * (norm.weight + norm.bias)
         """Sums of them are the gradients of weight and bias."""
-        without_backward = norm._replace(efficient=False)  # backward alone differs
-        self._forward = functools.cache(functools.partial(_forward, without_backward))
-        self._backward = functools.cache(functools.partial(_backward, norm))
+        self._input, self._output = norm.input, norm.output
+        self._empty = allocator(norm.device.type)
+        self._index, self._current = norm.device.index, current_device if norm.device.type == "cuda" else _none
+        self._forward = functools.cache(self._lay_out_forward)
+        self._backward = functools.cache(self._lay_out_backward)
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns ``x`` with each row normalised, and what did it, fp32: means (of LayerNorm), then one over each deviation."""
-        norm, rows = self.norm, x.numel() // self._width
-        output = torch.empty_like(x) if self._output is None else torch.empty_like(x, dtype=self._output)
-        statistics = x.new_empty(2 * rows if norm.center else rows, dtype=torch.float32)
-        of_x, of_weight, of_bias = _place(x), _place(weight), _place(bias)
+        if self._current() != self._index:
+            with torch.cuda.device(self._index):
+                return self.forward(x, weight, bias)
+        output = self._empty(self._shape, self._strides, self._output)
+        statistics = self._empty(self._statistics, _ONE, torch.float32)
+        of_x = x.data_ptr() or address_of(x)
+        of_weight = 0 if weight is None else weight.data_ptr() or address_of(weight)
+        of_bias = 0 if bias is None else bias.data_ptr() or address_of(bias)
         means = statistics.data_ptr()
-        roots = means + 4 * rows if norm.center else means
-        launch = self._forward((of_x | of_weight | of_bias) % 16 == 0)
-        launch.run.launch(
-            -(-rows // launch.rows) * launch.cluster, launch.threads,
-            of_x, of_weight, of_bias, output.data_ptr(), means, roots, rows, eps,
+        launch, blocks, threads = self._forward((of_x | of_weight | of_bias) % 16 == 0)
+        launch(
+            blocks, threads,
+            of_x, of_weight, of_bias, output.data_ptr(), means, means + self._roots, self._rows, self.eps,
         )  # fmt: skip
         return output, statistics
 
@@ -129,75 +149,96 @@ class Kernels:
         statistics: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
         sums: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the gradients of input, weight and bias; the last two are None where there are none, or without ``sums``.
 
         ``saved`` is the input, or the output.  The same call gives the same bits.
         """
-        norm, rows = self.norm, gradient.numel() // self._width
-        of_input = torch.empty_like(saved) if self._output is None else torch.empty_like(saved, dtype=norm.input)
-        above, kept, factor, shift = _place(gradient), _place(saved), _place(weight), _place(bias)
-        aligned = (above | kept | factor | shift) % 16 == 0
+        if self._current() != self._index:
+            with torch.cuda.device(self._index):
+                return self.backward(gradient, saved, statistics, weight, bias, sums)
+        of_input = self._empty(self._shape, self._strides, self._input)
+        above, kept = gradient.data_ptr() or address_of(gradient), saved.data_ptr() or address_of(saved)
+        factor = 0 if weight is None else weight.data_ptr() or address_of(weight)
+        shift = 0 if bias is None else bias.data_ptr() or address_of(bias)
         means = statistics.data_ptr()
-        operands = above, kept, means, means + 4 * rows if norm.center else means, factor, shift
-        launch = self._backward(aligned, sums)
-        if launch is None:
-            partials = self._read_twice(operands, of_input, rows, eps, aligned=aligned, sums=sums)
+        operands = above, kept, means, means + self._roots, factor, shift
+        aligned = (above | kept | factor | shift) % 16 == 0
+        found = self._backward(aligned, sums)
+        if found is None:
+            partials, parts = self._read_twice(operands, of_input, aligned=aligned, sums=sums)
         else:
-            parts = min(-(-rows // launch.rows), launch.parts)
-            partials = of_input.new_empty(self._columns * parts, dtype=torch.float32) if sums else None
-            blocks, summed = parts * launch.cluster, 0 if partials is None else partials.data_ptr()
-            launch.run.launch(blocks, launch.threads, *operands, of_input.data_ptr(), summed, rows, eps)
-        return of_input, *((None, None) if partials is None else self._finished(partials, weight, bias))
-
-    def _finished(
-        self, partials: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, from the sums."""
-        of_weight = None if weight is None else torch.empty_like(weight)
-        of_bias = None if bias is None else torch.empty_like(bias)
-        self._finish.launch(
-            -(-self._columns // 32), 1024, partials.data_ptr(),
+            launch, blocks, threads, parts, size = found
+            partials = self._empty(size, _ONE, torch.float32) if sums else None
+            summed = 0 if partials is None else partials.data_ptr()
+            launch(blocks, threads, *operands, of_input.data_ptr(), summed, self._rows, self.eps)
+        if partials is None:
+            return of_input, None, None
+        finish, blocks, parameter = self._finish
+        of_weight = None if weight is None else self._empty(self._over, self._steps, parameter)
+        of_bias = None if bias is None else self._empty(self._over, self._steps, parameter)
+        finish(
+            blocks, 1024, partials.data_ptr(),
             0 if of_weight is None else of_weight.data_ptr(), 0 if of_bias is None else of_bias.data_ptr(),
-            partials.numel() // self._columns, self._width,
+            parts, self.norm.width,
         )  # fmt: skip
-        return of_weight, of_bias
+        return of_input, of_weight, of_bias
+
+    def _lay_out_forward(self, aligned: bool) -> tuple[Callable[..., None], int, int]:
+        launch = _forward(self.norm._replace(efficient=False), aligned)  # backward alone differs
+        return launch.run.launch, -(-self._rows // launch.rows) * launch.cluster, launch.threads
+
+    def _lay_out_backward(
+        self, aligned: bool, sums: bool
+    ) -> tuple[Callable[..., None], int, int, int, tuple[int, ...]] | None:
+        """Launch, blocks, threads, by how many parts of the rows columns are summed, and how many sums that makes."""
+        launch = _backward(self.norm, aligned, sums)
+        if launch is None:
+            return None
+        parts = min(-(-self._rows // launch.rows), launch.parts)
+        return launch.run.launch, parts * launch.cluster, launch.threads, parts, (self._columns * parts,)
 
     @functools.cached_property
-    def _finish(self) -> Kernel:
+    def _finish(self) -> tuple[Callable[..., None], int, torch.dtype]:
+        """What makes the gradients of weight and bias from the sums, in how many blocks, and their dtype."""
         norm = self.norm
         assert norm.parameter is not None
-        return _finish(norm.parameter, norm.weight, norm.bias, norm.device)
+        kernel = _finish(norm.parameter, norm.weight, norm.bias, norm.device)
+        return kernel.launch, -(-self._columns // 32), norm.parameter
 
     def _read_twice(
-        self, operands: tuple[int, ...], of_input: Tensor, rows: int, eps: float, *, aligned: bool, sums: bool
-    ) -> Tensor | None:
-        """Writes the gradient of the input; returns sums of columns over parts of the rows."""
-        wide = _wide(self.norm, aligned, sums)
+        self, operands: tuple[int, ...], of_input: Tensor, *, aligned: bool, sums: bool
+    ) -> tuple[Tensor | None, int]:
+        """Writes the gradient of the input; returns sums of columns, and over how many parts of the rows."""
+        wide, rows, eps = _wide(self.norm, aligned, sums), self._rows, self.eps
         parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
-        shares = of_input.new_empty(2 * rows, dtype=torch.float32)
-        partials = of_input.new_empty(self._columns * parts, dtype=torch.float32) if sums else None
+        shares = self._empty((2 * rows,), _ONE, torch.float32)
+        partials = self._empty((self._columns * parts,), _ONE, torch.float32) if sums else None
         summed, shared = 0 if partials is None else partials.data_ptr(), shares.data_ptr()
         wide.row_sums.run.launch(rows, wide.row_sums.threads, *operands, shared, eps)
         blocks = parts * wide.tiles
         wide.columns.run.launch(blocks, wide.columns.threads, *operands, shared, of_input.data_ptr(), summed, rows, eps)
-        return partials
+        return partials, parts
 
 
-def _place(tensor: Tensor | None) -> int:
-    """Where its elements are; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr() or address_of(tensor)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
-@functools.cache
-def kernels_of(norm: Norm) -> Kernels:
-    """Returns the kernels of ``norm``."""
-    return Kernels(norm)
+def _none() -> None:
+    """The index of a device that has none."""
+
+
+@functools.lru_cache(maxsize=4096)
+def kernels_of(norm: Norm, shape: tuple[int, ...], over: tuple[int, ...], eps: float) -> Kernels:
+    """Returns the kernels of ``norm`` for inputs of ``shape``, with weight and bias of the shape ``over``."""
+    return Kernels(norm, shape, over, eps)
 
 
 def forget() -> None:
     """Lays out and compiles anew at the next call: for those who change what compiles."""
+    ways.clear()
     for cached in (kernels_of, _forward, _backward, _wide, _finish):
         cached.cache_clear()

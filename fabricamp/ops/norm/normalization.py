@@ -6,12 +6,10 @@ dtype, and nothing is rounded before.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +18,20 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch
 from fabricamp.ops.dispatch import chosen, torch_alone, worth_the_host
-from fabricamp.ops.norm.autograd import contiguous, normalise, registered
-from fabricamp.ops.norm.kernels import Kernels, kernels_of
+from fabricamp.ops.norm.autograd import by_kernels, registered
+from fabricamp.ops.norm.kernels import Way, kernels_of, ways
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.ops.norm.references import layer_norm_reference, rms_norm_reference, shape_of
-from fabricamp.torch_private import dispatch_modes, exporting, left_by_functorch
+from fabricamp.torch_private import any_autocast, dispatch_modes, exporting, left_by_functorch, observed
 
 _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 _EPS: Final = torch.finfo(torch.float32).eps
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_MOST_WAYS: Final = 4096
+_CONSTANTS: Final = frozenset({int, tuple, torch.Size})
+"""Types of a normalized_shape that calls can be remembered by."""
+
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """What has memory of its own; others stand for tensors that are elsewhere, or nowhere, and torch's operations know them."""
 
 
@@ -51,16 +53,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), 2, eps=0.0)
     tensor([[-1.,  1.]])
     """
-    shape = shape_of(normalized_shape)
-    _check(x, shape, weight, bias)
-    output = _output(x, dtype)
-    made = _by_kernel("layer_norm", x, shape, weight, bias, output, memory_efficient, eps)
-    if made is not None:
-        return made
-    with _without_autocast(x):
-        if _alike(x, weight, bias, output):
-            return F.layer_norm(x, shape, weight, bias, eps)
-        return layer_norm_reference(x, shape, weight, bias, eps=eps, dtype=output)
+    return _normalised(True, x, normalized_shape, weight, bias, eps, dtype, memory_efficient)
 
 
 def rms_norm(
@@ -79,18 +72,88 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 3.0]]), 2, eps=0.0)
     tensor([[1., 1.]])
     """
-    shape = shape_of(normalized_shape)
-    _check(x, shape, weight, None)
-    output = _output(x, dtype)
+    return _normalised(False, x, normalized_shape, weight, None, eps, dtype, memory_efficient)
+
+
+_How = tuple[bool, "int | Sequence[int]", "float | None", "torch.dtype | None", bool]
+"""What is asked for beside operands: whether the mean is subtracted, normalized_shape, eps, dtype, memory_efficient."""
+
+
+def _normalised(
+    center: bool,
+    x: Tensor,
+    given: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    dtype: torch.dtype | None,
+    efficient: bool,
+) -> Tensor:
+    """The result of either norm; an eager call like one before goes the way that was found then."""
+    shape = given if type(given) in _CONSTANTS else shape_of(given)
+    if type(eps) is not float and (center or eps is not None):
+        eps = float(eps)  # type: ignore[arg-type]
+    how = center, shape, eps, dtype, efficient
+    key = None
+    if not torch.compiler.is_compiling() and _are_plain(x, weight, bias) and not observed():
+        key = (
+            how, x.shape, x.dtype, x.device, dispatch.settings, _autocast(x) if any_autocast() else None,
+            None if weight is None else (weight.shape, weight.dtype, weight.device),
+            None if bias is None else (bias.shape, bias.dtype, bias.device),
+        )  # fmt: skip
+        known = ways.get(key)
+        if known is not None:
+            return known(x, weight, bias)
+    way = _way(how, x, weight, bias)
+    if key is not None:
+        if len(ways) >= _MOST_WAYS:  # shapes that are new in every step must not fill the memory
+            ways.clear()
+        ways[key] = way
+    return way(x, weight, bias)
+
+
+def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Way:
+    """What makes the result: kernels, or torch's operations where these are chosen, or what looks on knows them alone."""
+    center, given, eps, dtype, efficient = how
+    shape = shape_of(given)
+    _check(x, shape, weight, bias)
+    autocast = _autocast(x)
+    output = autocast or dtype or x.dtype
+    norm = _norm(center, shape, x, weight, bias, output, efficient)
+    if norm is None:
+        alike = all(one is None or one.dtype == output for one in (x, weight, bias))
+        return _by_torch(center, shape, eps, output, one=alike, autocast=autocast is not None)
     least = _EPS if eps is None else eps
-    made = _by_kernel("rms_norm", x, shape, weight, None, output, memory_efficient, least)
-    if made is not None:
-        return made
-    with _without_autocast(x):
-        # torch's own RMSNorm is one operation on a GPU, which not every transform knows.
-        if _alike(x, weight, None, output) and not torch_alone():
-            return F.rms_norm(x, shape, weight, eps)
+    if torch.compiler.is_compiling() or dispatch_modes():  # these have to see a registered operation
+        return functools.partial(registered, norm=norm, eps=least)
+    return by_kernels(kernels_of(norm, tuple(x.shape), shape, least))
+
+
+def _by_torch(
+    center: bool, shape: tuple[int, ...], eps: float | None, output: torch.dtype, *, one: bool, autocast: bool
+) -> Way:
+    """Torch's own operation where there is ``one`` for these dtypes; else several."""
+    least = _EPS if eps is None else eps  # LayerNorm's is never None
+    one = one and (center or not torch_alone())  # torch's own RMSNorm is one on a GPU, which not every transform knows
+
+    def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if center:
+            return F.layer_norm(x, shape, weight, bias, least)
+        return F.rms_norm(x, shape, weight, eps)
+
+    def in_parts(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if center:
+            return layer_norm_reference(x, shape, weight, bias, eps=least, dtype=output)
         return rms_norm_reference(x, shape, weight, eps, dtype=output)
+
+    way = at_once if one else in_parts
+
+    def without_autocast(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        # The context manager costs more than a norm's launch: only where there is something to switch off.
+        with torch.autocast(x.device.type, enabled=False):
+            return way(x, weight, bias)
+
+    return without_autocast if autocast else way
 
 
 def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
@@ -111,104 +174,51 @@ def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tenso
             raise ConfigError(f"the input is on {x.device} and {name} on {one.device}: move one of them")
 
 
-def _output(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return torch.get_autocast_dtype(_kind(x)) if _is_autocast(x) else dtype or x.dtype
-
-
-def _is_autocast(x: Tensor) -> bool:
-    """Whether autocast says what comes out: it leaves fp64 alone, and does not know tensors without data."""
-    kind = _kind(x)
-    return kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-
-
-def _kind(x: Tensor) -> str:
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """The output's dtype where autocast says it: it leaves fp64 alone, and does not know tensors without data."""
     # torch makes a new text each time that it is asked for a device's type.
-    return "cuda" if x.is_cuda else x.device.type
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    # The context manager costs more than a norm's launch: only where there is something to switch off.
-    return torch.autocast(_kind(x), enabled=False) if _is_autocast(x) else contextlib.nullcontext()
-
-
-def _alike(x: Tensor, weight: Tensor | None, bias: Tensor | None, output: torch.dtype) -> bool:
-    """Whether all have one dtype, which torch's own functions want."""
-    dtype = x.dtype
-    return output == dtype and (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype)
-
-
-def _by_kernel(
-    op: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output: torch.dtype,
-    efficient: bool,
-    eps: float,
-) -> Tensor | None:
-    """The result of the kernels; None where torch's operations are to make it, or what looks on knows these alone."""
-    of_weight, of_bias = None if weight is None else weight.dtype, None if bias is None else bias.dtype
-    kind = op, shape, x.dtype, output, of_weight, of_bias, efficient, x.device
-    compiling = torch.compiler.is_compiling()
-    if torch_alone() or not (_is_traceable() if compiling else _are_plain(x, weight, bias)) or x.numel() == 0:
+    kind = "cuda" if x.is_cuda else x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
-    eps = float(eps)
-    if compiling or dispatch_modes():  # these have to see a registered operation
-        norm = _norm(*kind)
-        return registered(x, weight, bias, norm, eps) if norm and _is_worth_the_host(x, norm) else None
-    kernels = _kernels(dispatch.settings, *kind)
-    if kernels is None or not _is_worth_the_host(x, kernels.norm):
-        return None
-    x, weight, bias = contiguous(x, weight, bias)
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
-        made: Tensor = normalise(x, weight, bias, kernels, eps)
-        return made
-    return kernels.forward(x, weight, bias, eps)[0]
-
-
-def _is_worth_the_host(x: Tensor, norm: Norm) -> bool:
-    # Torch's one operation, the host's least work, wants one dtype, and keeps the input where memory is asked for.
-    alike = norm.input == norm.output and norm.parameter in {None, norm.input}
-    return norm.efficient or not alike or worth_the_host(x.numel() * x.itemsize)
-
-
-def _is_traceable() -> bool:
-    # What is exported has to load where there is no fabricamp.
-    return not exporting()
+    return torch.get_autocast_dtype(kind)
 
 
 def _are_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether all are tensors with memory of their own."""
-    for one in (x, weight, bias):
-        if one is not None and (type(one) not in _PLAIN or left_by_functorch(one)):
-            return False
-    return not x.is_nested
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+        return False
+    return not (
+        x.is_nested
+        or left_by_functorch(x)
+        or (weight is not None and left_by_functorch(weight))
+        or (bias is not None and left_by_functorch(bias))
+    )
 
 
 def _norm(
-    op: str,
+    center: bool,
     shape: tuple[int, ...],
-    given: torch.dtype,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     output: torch.dtype,
-    of_weight: torch.dtype | None,
-    of_bias: torch.dtype | None,
     efficient: bool,
-    device: torch.device,
 ) -> Norm | None:
-    """What the kernels are laid out for; None where a table says torch, or they do not serve these dtypes."""
-    dtypes = [given, output, *[one for one in (of_weight, of_bias) if one is not None]]
-    width = math.prod(shape)
-    if not chosen(op, given if all(one == given for one in dtypes) else None, width, device):
+    """What kernels are laid out for; None where torch's operations run."""
+    # What is exported has to load where there is no fabricamp.
+    ready = not exporting() if torch.compiler.is_compiling() else _are_plain(x, weight, bias)
+    if torch_alone() or not ready or x.numel() == 0:
         return None
-    has_weight, has_bias = of_weight is not None, of_bias is not None
-    if any(one not in _KERNEL_DTYPES for one in dtypes) or (has_weight and has_bias and of_weight != of_bias):
+    given = x.dtype
+    parameters = [one.dtype for one in (weight, bias) if one is not None]
+    dtypes = [given, output, *parameters]
+    width, alike = math.prod(shape), all(one == given for one in dtypes)
+    if not chosen("layer_norm" if center else "rms_norm", given if alike else None, width, x.device):
         return None
-    return Norm(width, op == "layer_norm", given, output, of_weight or of_bias, has_weight, has_bias, efficient, device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _kernels(_settings: object, *kind: Any) -> Kernels | None:
-    """The kernels that run, under these settings of dispatch: asked for by every call."""
-    norm = _norm(*kind)
-    return None if norm is None else kernels_of(norm)
+    if any(one not in _KERNEL_DTYPES for one in dtypes) or len(set(parameters)) > 1:
+        return None
+    # Torch's one operation, the host's least work, wants one dtype, and keeps the input where memory is asked for.
+    if alike and not efficient and not worth_the_host(x.numel() * x.itemsize):
+        return None
+    parameter = parameters[0] if parameters else None
+    return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, x.device)
