@@ -29,6 +29,7 @@ class SeededOrder:
     """The order of torch's ``DistributedSampler``: a permutation of (seed + epoch), or the data set's own."""
 
     draws: Sequence[Draw] = ()
+    together = False
 
     def __init__(self, size: int, *, shuffle: bool, seed: int) -> None:
         self.rule = SEEDED if shuffle else IN_ORDER
@@ -86,6 +87,8 @@ class DrawnOrder:
         self.size = len(sampler)
         self.generator: Generator | None = sampler.generator
         self.draws: list[Draw] = []
+        self.together = False
+        """Whether the pass that begins next is one of all ranks; others, which a user begins on one, draw for themselves."""
         self.epoch = 0
         self._sampler = sampler
         self._window = window
@@ -173,11 +176,12 @@ class DrawnOrder:
 
     def _common_state(self, own: Tensor) -> Tensor:
         """What all ranks draw the next pass from."""
+        together, self.together = self.together, False
         if self._entered:
             return self._entered[0].state
         if self._apart is not None:
             return self._apart
-        return own if self._from_first is None else self._from_first(own)
+        return self._from_first(own) if self._from_first is not None and together else own
 
     def _drawn_on_its_device(self) -> Iterator[int]:
         """The samples of a pass, whatever torch's default device is: a generator draws for its own device only."""

@@ -60,6 +60,8 @@ def begin(loader: Any, *, again: bool) -> Any:
     Torch draws a seed where it starts workers; persistent ones, which a resumed run starts again, have had theirs.  Those that a
     loader keeps because each sample has its own seed draw as new ones would.
     """
+    if (sampler := own_sampler(loader)) is not None:
+        sampler.order.together = True
     if keeps_workers(loader):
         if loader._iterator is not None:
             draw_seed(loader)

@@ -227,7 +227,10 @@ def test_ranks_that_compute_one_batch_together_draw_one_order():
         for seed in (1, 2):
             torch.manual_seed(seed)
             loader = wired(make(), from_first=lambda value: told.append(value) or told[0])
-            assert [batch.tolist() for batch in loader] == straight
+            assert [batch.tolist() for batch in Feed(loader)] == straight
+        assert len(told) == 2
+        assert sorted(index for batch in loader for index in batch.tolist()) == [*range(SIZE)]
+        assert len(told) == 2, "a pass that one rank begins by itself"
 
 
 def test_the_rule_of_several_ranks_stays_one_processes_too():
