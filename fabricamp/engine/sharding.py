@@ -19,6 +19,7 @@ from fabricamp.precision.base import Precision
 from fabricamp.precision.casting import modules_to_convert
 from fabricamp.precision.level import OptLevel
 from fabricamp.strategies.base import ShardPlan
+from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,6 +112,9 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
         raise ConfigError(
             f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
+    elif level.autocast is not None:
+        # Within autocast it takes half inputs, and weights in the dtype of its running values.
+        kept = [one for one in module.modules() if isinstance(one, AnyBatchNorm)]
     return ShardPlan(
         compute_dtype=level.cast_model_type or level.autocast,
         stored_dtype=None if level.master_weights else level.cast_model_type,

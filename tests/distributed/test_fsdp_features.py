@@ -100,6 +100,12 @@ def monitored(strategy, batch_size):
     return ended(Normed, "FusedAdam", strategy, batch_size, *monitors, **options)
 
 
+def in_half(strategy, batch_size, *, together):
+    """BatchNorm within autocast, over the ranks ``together`` or each by itself."""
+    options = {"precision": "O4", "max_epochs": 1, "sync_batchnorm": together, "val_check_interval": 1.0}
+    return ended(Normed, "FusedAdam", strategy, batch_size, **options)
+
+
 def frozen(strategy, batch_size):
     return {
         (level, optimizer): ended(Frozen, optimizer, strategy, batch_size, precision=level)
@@ -163,6 +169,7 @@ def on_two_ranks(folder):
     }
     found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 13))
     found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
+    found["in half"] = {together: in_half("fsdp", 4, together=together) for together in (True, False)}
     found["blamed"] = blamed()
     found["accumulated"] = accumulated(folder)
     found["told"] = told(1.0), told(1e-9)
@@ -200,6 +207,13 @@ def test_a_mean_of_epochs_and_batch_norm_over_the_ranks_are_those_of_the_joined_
     weights, _, _ = swa("single", 8)
     assert (ranks[0]["swa"][0] - weights).abs().max() < 1e-5
     assert torch.equal(ranks[0]["swa"][0], ranks[0]["swa resumed"][0])
+
+
+def test_batch_norm_within_autocast_is_not_gathered_in_half(ranks):
+    weights, apart = (ranks[0]["in half"][together][0] for together in (True, False))
+    alone, _, _ = in_half("single", 8, together=False)
+    assert (weights - alone).abs().max() < 2e-2
+    assert 0 < (weights - apart).abs().max() < 0.5
 
 
 def test_monitors_log_what_one_process_logs(ranks):
