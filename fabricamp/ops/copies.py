@@ -39,18 +39,21 @@ class Copies:
         self._sizes = [one.nbytes for one in targets]
         self._rest = (0,) * (3 * (_MOST - len(targets)))
 
-    @torch.no_grad()
     def __call__(self, sources: Sequence[Tensor]) -> None:
         """Copies each of ``sources`` into its target, whose shape it has, without a wait."""
         run = self._kernel
         if run is None or [_kind(one) for one in sources] != self._kinds:
-            for places, own in self._targets:  # torch copies tensors of mixed dtypes one by one
-                torch._foreach_copy_(own, [sources[place] for place in places], non_blocking=True)
+            self._copy_by_torch(sources)
             return
         numbers = self._rest
         for source, place, size in zip(sources, self._places, self._sizes, strict=True):
             numbers = (source.data_ptr(), place, size, *numbers)
         run.launch(_BLOCKS * len(self._places), _THREADS, *numbers)
+
+    @torch.no_grad()
+    def _copy_by_torch(self, sources: Sequence[Tensor]) -> None:
+        for places, own in self._targets:  # torch copies tensors of mixed dtypes one by one
+            torch._foreach_copy_(own, [sources[place] for place in places], non_blocking=True)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
