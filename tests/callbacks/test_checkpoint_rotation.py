@@ -12,6 +12,7 @@ from fabricamp.callbacks import ModelCheckpoint, _save_plan
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError
 from fabricamp.state import TrainerFn
+from tests.small import Classifier, loader, quiet_trainer
 
 
 def names(folder: Path) -> list[str]:
@@ -338,6 +339,30 @@ def test_other_exceptions_only_where_wanted(make_trainer, make, folder, wanted):
     trainer.step()
     trainer.interrupt(ValueError())
     assert len(names(folder)) == wanted
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_run_that_failed_goes_on_from_where_it_was(folder, wanted):
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 5 and not saved:
+                raise ValueError("a step")
+            return super().training_step(batch, batch_idx)
+
+    def fit(module, **options):
+        trainer = quiet_trainer(
+            max_epochs=1, enable_checkpointing=True, callbacks=ModelCheckpoint(folder, save_on_exception=wanted)
+        )
+        trainer.fit(module, loader(), **options)
+        return [one.tolist() for one in module.parameters()]
+
+    saved = []
+    with pytest.raises(ValueError, match="a step"):
+        fit(Fails())
+    assert [step_in(folder / name) for name in names(folder)] == [5] * wanted
+    saved += names(folder)
+    if wanted:
+        assert fit(Fails(), ckpt_path="auto") == fit(Classifier())
 
 
 def test_no_checkpoint_where_none_is_wanted_or_nothing_was_trained(make_trainer, make):
