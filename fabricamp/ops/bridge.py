@@ -164,7 +164,9 @@ class Kernel:
     def __init__(self, function: Function, device: torch.device, types: tuple[str, ...]) -> None:
         self._function = function
         self._types = types
-        self._start = _starter(function, device)
+        self._index = device.index
+        self._current = index_of_current(device.type)
+        self._stream: Callable[[int], int] = current_stream if device.type == "cuda" else _no_stream
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self._places: list[_Place] = []
 
@@ -195,8 +197,18 @@ class Kernel:
             place = _place_of(self._types)
         write, values, address, _ = place
         write(values, 0, *numbers)
-        self._start(blocks, threads, address)
+        if self._current() == self._index:
+            self._function(blocks, threads, address, self._stream(self._index))  # as _start does, without another call
+        else:
+            self._start(blocks, threads, address)
         self._places.append(place)
+
+    def _start(self, blocks: int, threads: int, arguments: int) -> None:
+        if self._current() == self._index:
+            self._function(blocks, threads, arguments, self._stream(self._index))
+            return
+        with torch.cuda.device(self._index):
+            self._function(blocks, threads, arguments, self._stream(self._index))
 
     def _lay_out(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[int, Any]:
         if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
@@ -227,20 +239,16 @@ def _place_of(types: tuple[str, ...]) -> _Place:
     return _Place(write, values, ctypes.addressof(addresses), addresses)
 
 
-def _starter(function: Function, device: torch.device) -> Callable[[int, int, int], None]:
-    """Returns what launches ``function`` on torch's current stream of ``device``, by blocks, threads and arguments."""
-    if device.type != "cuda":
-        return lambda blocks, threads, arguments: function(blocks, threads, arguments, 0)
-    index = device.index
+def index_of_current(kind: str) -> Callable[[], int | None]:
+    """Returns what tells the index of the current device of a kind; None for a CPU, which has none."""
+    return current_device if kind == "cuda" else _none
 
-    def start(blocks: int, threads: int, arguments: int) -> None:
-        if current_device() == index:
-            function(blocks, threads, arguments, current_stream(index))
-            return
-        with torch.cuda.device(device):
-            function(blocks, threads, arguments, current_stream(index))
 
-    return start
+def _none() -> None: ...
+
+
+def _no_stream(_: int) -> int:
+    return 0
 
 
 def _as_c(kind: str, value: Any) -> Any:

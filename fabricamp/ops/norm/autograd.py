@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.dispatch import is_batch
 from fabricamp.ops.norm.kernels import Kernels, Way, kernels_of
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.ops.norm.references import layer_norm_reference, rms_norm_reference
-from fabricamp.torch_private import unobserved_apply
+from fabricamp.torch_private import functorch_active, is_batched_gradient, unobserved_apply
 
 
 class _Normalise(torch.autograd.Function):
@@ -28,7 +27,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kernels: Kernels = ctx.kernels
-        if torch.is_grad_enabled() or is_batch(gradient):
+        if torch.is_grad_enabled() or is_batched_gradient(gradient) or functorch_active():
             return *_differentiable(ctx, kernels.norm, kernels.eps, gradient), None
         saved, weight, bias, statistics = ctx.saved_tensors
         _, of_weight, of_bias, _ = ctx.needs_input_grad

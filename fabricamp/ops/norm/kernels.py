@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.ops.bridge import Kernel, address_of, kernel
+from fabricamp.ops.bridge import Kernel, address_of, index_of_current, kernel
 from fabricamp.ops.norm import clusters
 from fabricamp.ops.norm import plans as norm_plans
 from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
-from fabricamp.torch_private import allocator, current_device
+from fabricamp.torch_private import allocator
 
 Way = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 """What normalises an input by weight and bias."""
@@ -120,7 +120,7 @@ class Kernels:
         """Sums of them are the gradients of weight and bias."""
         self._input, self._output = norm.input, norm.output
         self._empty = allocator(norm.device.type)
-        self._index, self._current = norm.device.index, current_device if norm.device.type == "cuda" else _none
+        self._index, self._current = norm.device.index, index_of_current(norm.device.type)
         self._forward = functools.cache(self._lay_out_forward)
         self._backward = functools.cache(self._lay_out_backward)
 
@@ -225,10 +225,6 @@ class Kernels:
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Those of a contiguous tensor."""
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-
-
-def _none() -> None:
-    """The index of a device that has none."""
 
 
 @functools.lru_cache(maxsize=4096)
