@@ -30,7 +30,8 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     best.  A path stays what it is.  Raises :class:`CheckpointError` where nothing is found, or nothing that can be read.
     """
     if ckpt_path not in _WORDS:
-        if ckpt_path is None and trainer.state.fitting and trainer.local_rank == 0 and restarts():
+        alone = not trainer.strategy.heals
+        if ckpt_path is None and alone and trainer.state.fitting and trainer.local_rank == 0 and restarts():
             _LOG.warning("fabricamp: torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:

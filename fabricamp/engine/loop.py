@@ -112,6 +112,8 @@ class FitLoop:
 
     def _deliver(self) -> None:
         """Acts on the outcomes and values of the last steps, which are under way yet."""
+        if not self.state.should_stop:  # a limit, which the others have come to as well
+            self.parts.strategy.end_steps()
         if self.update.outcomes is not None:
             self.update.outcomes.finish()
         self.metrics.drain()

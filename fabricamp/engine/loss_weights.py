@@ -33,6 +33,11 @@ class LossWeights:
                 "training_step returned (sum, weight), which is divided by the weight on all ranks, but the strategy sums "
                 "gradients (gradient_average=False); leave gradient_average out"
             )
+        if not strategy.averages_weights:
+            raise ConfigError(
+                f"training_step returned (sum, weight), and strategy {strategy.name!r} averages gradients alone over those that "
+                "make a step; return the mean"
+            )
         self._strategy = strategy
         self.accumulate = accumulate
         self.total = torch.zeros((), dtype=torch.float64, device=strategy.device)

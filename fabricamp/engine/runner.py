@@ -16,6 +16,7 @@ from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
+from fabricamp.engine.healing import join_groups
 from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.notices import say
@@ -208,6 +209,8 @@ class Runner:
         if self.trainer.state.fn is TrainerFn.FITTING and (plan := the_plan()) is not None:
             ckpt_path = plan.resume_from or ckpt_path
         found = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
+        if self.trainer.state.fn is TrainerFn.FITTING and self.session is not None:
+            found = join_groups(self.session, *found)
         self.trainer.ckpt_path = found[0]
         return found
 

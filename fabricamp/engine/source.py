@@ -317,11 +317,13 @@ class DataSource:
         return own_loader(getattr(self._module, f"{name}_dataloader")())
 
     def _wire(self, loader: Any, *, train: bool, in_batches: bool = False) -> Any:
+        strategy = self._strategy
+        rank, world_size = strategy.train_share if train else (strategy.data_rank, strategy.data_ranks)
         return wire_loader(
             loader,
             train=train,
-            rank=self._strategy.data_rank,
-            world_size=self._strategy.data_ranks,
+            rank=rank,
+            world_size=world_size,
             seed=global_seed(),
             distributed_sampler=self._settings.use_distributed_sampler,
             overfit=self._settings.overfit_batches,

@@ -88,7 +88,19 @@ class Update:
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches of an epoch as the loop takes them."""
-        return batches
+        return self._begun(batches) if self._parts.strategy.heals else batches
+
+    def _begun(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Lets the strategy begin each step before its first batch is read: where everything is as a checkpoint would have it."""
+        end = object()
+        while True:
+            if self._state.open_batches == 0 and not self._parts.feed.last:
+                self._parts.strategy.begin_step()
+            batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+            del batch
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
@@ -260,7 +272,7 @@ class Update:
             if self._compares and self.weights is None:
                 compare_kinds(self._parts.strategy, weighted=True)
             return self._weigh().take(*loss)
-        if output is None and self._parts.strategy.world_size == 1:
+        if output is None and not self._parts.strategy.lockstep:
             return None
         if output is None:
             raise ConfigError(

@@ -283,7 +283,9 @@ class FlatGradients:
             self.present.copy_(self.messages[-1].flags)
         return self.present
 
-    def sum_over_ranks(self, transport: Transport, world_size: int, *, update_divides: bool) -> float:
+    def sum_over_ranks(
+        self, transport: Transport, world_size: int, *, update_divides: bool, through: RankSums | None = None
+    ) -> float:
         """Sums the messages as they are over the ranks, in place, all under way at once; returns what is left to divide by."""
         dtypes = [transport.dtype_for(message.flat.dtype) for message in self.messages]
         half = any(dtype in HALF_DTYPES for dtype in dtypes)
@@ -291,7 +293,7 @@ class FlatGradients:
         if update_divides and transport.average and not half:
             factor, divisor = 1.0, float(world_size)  # no pass of its own
         travelling = [message.travelling(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
-        self._rank_sums.run(
+        (through or self._rank_sums).run(
             one if one is message.flat and factor == 1 else torch.mul(message.flat, factor, out=one)
             for message, one in zip(self.messages, travelling, strict=True)
         )
@@ -300,9 +302,9 @@ class FlatGradients:
                 message.flat.copy_(one)
         return divisor
 
-    def exchange(self) -> Gradients:
-        """Sums every ``.grad`` over the ranks; returns what has arrived."""
-        self._rank_sums.run(map(self._filled, self.messages), alone=len(self.messages) == 1)
+    def exchange(self, through: RankSums | None = None) -> Gradients:
+        """Sums every ``.grad`` over the ranks, or whatever ``through`` sums over; returns what has arrived."""
+        (through or self._rank_sums).run(map(self._filled, self.messages), alone=len(self.messages) == 1)
         return self.receive()
 
     def send(self, message: Message, group: dist.ProcessGroup | None = None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Message, Transport
+from fabricamp.gradients.sums import RankSums
 
 _grad: Final = operator.attrgetter("grad")
 
@@ -128,11 +129,13 @@ class GradientMemory:
             return Gradients(self.flat.tensors)
         return Gradients([view if here else None for view, here in zip(self.flat.views, self._present, strict=True)])
 
-    def sum_over_ranks(self, transport: Transport, world_size: int, *, update_divides: bool = False) -> Gradients:
+    def sum_over_ranks(
+        self, transport: Transport, world_size: int, *, update_divides: bool = False, through: RankSums | None = None
+    ) -> Gradients:
         """Averages the sums over the ranks, in place; ``update_divides`` where that saves a pass."""
         assert self.flat is not None
         self._filled = True  # other ranks may have had what this one had not
-        divisor = self.flat.sum_over_ranks(transport, world_size, update_divides=update_divides)
+        divisor = self.flat.sum_over_ranks(transport, world_size, update_divides=update_divides, through=through)
         return Gradients(self.flat.tensors, divisor, self.flat.take_flags(), complete=all(self._present))
 
 

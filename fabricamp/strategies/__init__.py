@@ -12,6 +12,7 @@ from fabricamp.not_offered import lightnings, missing
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.delayed_ddp import DelayedDDP
+from fabricamp.strategies.fault_tolerant import FaultTolerant
 from fabricamp.strategies.fsdp import FSDP
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 
@@ -27,6 +28,7 @@ __all__ = [
     "DDPStrategy",
     "DelayedDDP",
     "Environment",
+    "FaultTolerant",
     "Gradients",
     "ProcessGroupStrategy",
     "SingleDeviceStrategy",
@@ -38,6 +40,7 @@ STRATEGIES.add("single", Strategy)
 STRATEGIES.add("ddp", DDP)
 STRATEGIES.add("delayed_ddp", DelayedDDP)
 STRATEGIES.add("fsdp", FSDP)
+STRATEGIES.add("fault_tolerant", FaultTolerant)
 
 
 _LIGHTNINGS_FORM = re.compile(r"ddp(?:_(spawn|fork|notebook))?(?:_find_unused_parameters_(true|false))?")

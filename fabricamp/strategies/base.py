@@ -77,6 +77,12 @@ class Strategy(NamesKeywords):
     averages_gradients: bool = True
     """Whether :meth:`reduce_gradients` averages over the ranks, where there are several."""
 
+    averages_weights: ClassVar[bool] = True
+    """Whether losses may come with weights, by whose sum over the ranks gradients are divided."""
+
+    heals: ClassVar[bool] = False
+    """Whether processes come and go in the middle of a run: one that comes takes the others' state (:meth:`join`)."""
+
     checkpoint_form: ClassVar[Literal["file", "folder"]] = "file"
     """A file that rank 0 writes, or a folder that all ranks write, each the parts that it holds."""
 
@@ -180,6 +186,16 @@ class Strategy(NamesKeywords):
         found = self.all_gather_object(bool(decision))
         return min(found) if all else max(found)
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether each step is made together with other processes, which wait where this one leaves it out."""
+        return self.world_size > 1
+
+    @property
+    def train_share(self) -> tuple[int, int]:
+        """Which part of the training data is this process's, and of how many."""
+        return self.data_rank, self.data_ranks
+
     def attach(self, session: object) -> None:
         """Lets others ask for the module and its optimizers; the Trainer calls it."""
         self._session = weakref.ref(session)
@@ -278,6 +294,19 @@ class Strategy(NamesKeywords):
         backward left local: its sums, or each ``.grad`` (manual optimization, and strategies that ask for them).
         """
         return IN_PLACE if memory is None else memory.local()
+
+    def join(self, state: Callable[[], Tensor]) -> Tensor | None:
+        """Takes its place among processes that come and go; returns the state that a fit goes on from, None where its own is.
+
+        ``state`` returns this run's, for one that comes later; it is called between two steps, from another thread.
+        """
+        return None
+
+    def begin_step(self) -> None:
+        """Comes before the first batch of each window is read."""
+
+    def end_steps(self) -> None:
+        """Comes behind the last step of a fit that came to its limit."""
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.

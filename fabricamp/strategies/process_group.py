@@ -58,7 +58,7 @@ class ProcessGroupStrategy(Strategy):
     def __init__(self, *, timeout: float | timedelta | None = None) -> None:
         super().__init__()
         if timeout is not None:
-            self.timeout = _checked_timeout(timeout)
+            self.timeout = checked_timeout("timeout", timeout)
         self._store: Store | None = None
         self._owns_group = False
 
@@ -173,11 +173,7 @@ class ProcessGroupStrategy(Strategy):
                 f"{', '.join(lazy)} have no shape yet, and the ranks have to agree on it before the first batch; run one "
                 "batch through the module in configure_model(), or give the layers their sizes"
             )
-        lines = [
-            f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
-            for name, parameter in module.named_parameters()
-        ]
-        lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+        lines = described_module(module)
         digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
         odd_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if odd_rank is None:
@@ -223,13 +219,23 @@ class ProcessGroupStrategy(Strategy):
         return PrefixStore(str(next(_MEETINGS)), store_of(environment, self.name, self.timeout))
 
 
-def _checked_timeout(timeout: float | timedelta) -> timedelta:
+def described_module(module: nn.Module) -> list[str]:
+    """Returns a line for each parameter and buffer: what has to be the same on all ranks."""
+    lines = [
+        f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in module.named_parameters()
+    ]
+    return lines + [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+
+
+def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
+    """Returns the time that ``timeout``, the argument called ``name``, stands for."""
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:
         return timedelta(seconds=timeout)
     raise ConfigError(
-        f"timeout={timeout!r} has to be a number of seconds above 0, a timedelta, or None for half an hour"
+        f"{name}={timeout!r} has to be a number of seconds above 0, a timedelta, or None for half an hour"
     )
 
 

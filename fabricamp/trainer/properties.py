@@ -381,8 +381,8 @@ class TrainerProperties(TrainerLimits):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """What torch's ``DistributedSampler`` takes; empty for one process."""
-        strategy = self.strategy
-        return {"num_replicas": strategy.data_ranks, "rank": strategy.data_rank} if strategy.data_ranks > 1 else {}
+        rank, ranks = self.strategy.train_share
+        return {"num_replicas": ranks, "rank": rank} if ranks > 1 else {}
 
     @property
     def device_ids(self) -> list[int]:

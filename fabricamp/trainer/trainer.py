@@ -50,7 +50,7 @@ class Trainer(TrainerProperties):
         devices: how many processes on this machine, one per GPU; -1 all GPUs; a list or "0,2" chooses GPUs; "auto" all GPUs, or
             one process on the CPU.  Under torchrun and SLURM the number that was started.
         num_nodes: how many machines.  torchrun or SLURM starts the processes on each.
-        strategy: "single", "ddp", "delayed_ddp", "fsdp", "auto" ("single" or "ddp"), or an object with options.
+        strategy: "single", "ddp", "delayed_ddp", "fsdp", "fault_tolerant", "auto" ("single" or "ddp"), or an object with options.
         precision: "O0" to "O5", Lightning's names such as "16-mixed" and "bf16-true", or an object such as ``OptLevel("O2")``.
         max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 where neither steps nor time are limited.
         max_steps: the step at which training ends; -1 for no limit.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.engine.ending import leave_interrupted
+from fabricamp.errors import ConfigError
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.tuner.keeping import generators_kept, module_kept
@@ -73,6 +74,11 @@ def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps:
 
 @contextlib.contextmanager
 def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Iterator[Session]:
+    if trainer.strategy.heals:
+        raise ConfigError(
+            f"a search for a batch size or a learning rate with strategy {trainer.strategy.name!r} is not offered: each group "
+            "would find its own; search with 'single'"
+        )
     trainer.state = RunState()
     with trainer._runner.session_of(source.fn, module, source) as session:
         session.attach()

@@ -209,5 +209,5 @@ def test_the_table_of_strategies_is_that_of_the_code():
     from fabricamp.strategies import STRATEGIES
 
     rows = re.findall(r'^\| `"(\w+)"` \|', README[README.index("## Several processes") :], re.MULTILINE)
-    assert rows == ["single", "ddp", "delayed_ddp", "fsdp"]
+    assert rows == ["single", "ddp", "delayed_ddp", "fsdp", "fault_tolerant"]
     assert set(rows) <= set(STRATEGIES.names())

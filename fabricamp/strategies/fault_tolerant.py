@@ -1,0 +1,212 @@
+"""Replica groups that come and go: a dead one is left out of the next step, and takes the others' state when it is back."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.gradients.flat import FlatGradients, Gradients, Transport
+from fabricamp.strategies.base import Strategy
+from fabricamp.strategies.process_group import checked_timeout, described_module
+from fabricamp.strategies.quorum import Quorum, connect_torchft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from fabricamp.gradients.memory import GradientMemory
+
+_LOG = logging.getLogger("fabricamp")
+_IN_FP32: Final = Transport(always_fp32=True)
+_GROUP, _GROUPS, _LIGHTHOUSE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"
+
+
+class FaultTolerant(Strategy):
+    """Each process is a replica group of torchft's; gradients are averaged over the groups that are there.
+
+    Where a group dies, the others make the step without it, and go on.  Started again, it takes the state of one that runs, between
+    two steps, and makes the next step with them.  The groups are runs of their own: each has its processes started, its folder and
+    its logs by itself.  ``torchft_lighthouse`` has to run where all of them reach it.  Needs ``pip install "fabricamp[ft]"``.
+
+    Args:
+        groups: how many groups there are when all are: parts that the training data is dealt out in; None: ``NUM_REPLICA_GROUPS``.
+        group: which of them this is, from 0; None: ``REPLICA_GROUP_ID``.
+        lighthouse: the address of ``torchft_lighthouse``, such as ``"http://host:29510"``; None: ``TORCHFT_LIGHTHOUSE``.
+        timeout: seconds (or a timedelta) that a sum waits for a group that is silent, and those that run for one that comes
+            back; less than the lighthouse's ``--join_timeout_ms`` (60 s).
+        quorum_timeout: seconds (or a timedelta) that a group waits for the others before a step, or for those that are left.
+
+    Example:
+        >>> FaultTolerant(groups=4, group=0, lighthouse="http://localhost:29510").train_share
+        (0, 4)
+    """
+
+    name: ClassVar[str] = "fault_tolerant"
+    asks_for_parameters: ClassVar[bool] = True
+    averages_weights: ClassVar[bool] = False
+    heals: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        groups: int | None = None,
+        group: int | None = None,
+        lighthouse: str | None = None,
+        timeout: float | timedelta = 30,
+        quorum_timeout: float | timedelta = 600,
+    ) -> None:
+        super().__init__()
+        self.groups = _from_environment("groups", groups, _GROUPS, least=1)
+        self.replica_group = _from_environment("group", group, _GROUP, least=0)
+        if self.replica_group >= self.groups:
+            raise ConfigError(
+                f"FaultTolerant(group={self.replica_group}, groups={self.groups}): groups count from 0; give 0 to {self.groups - 1}"
+            )
+        self.lighthouse = lighthouse
+        self.timeout = checked_timeout("timeout", timeout)
+        self.quorum_timeout = checked_timeout("quorum_timeout", quorum_timeout)
+        self._quorum: Quorum | None = None
+        self._begins_together = False
+        self._flat: FlatGradients | None = None
+        self._before = 0
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether each step is made together with other processes."""
+        return True
+
+    @property
+    def train_share(self) -> tuple[int, int]:
+        """Which part of the training data is this group's, and of how many."""
+        return self.replica_group, self.groups
+
+    @property
+    def participants(self) -> int:
+        """How many groups make this step, or made the last one; 0 outside a fit."""
+        return 0 if self._quorum is None else self._quorum.participants
+
+    def refuses_graph(self) -> str:
+        """Returns why steps cannot be captured as graphs, and what to give."""
+        return "strategy 'fault_tolerant' asks before each step who makes it; leave cuda_graph out"
+
+    def join(self, state: Callable[[], Tensor]) -> Tensor | None:
+        """Takes its place among the groups; returns the state to go on from, None where this group's own is."""
+        lighthouse = self.lighthouse or os.environ.get(_LIGHTHOUSE)
+        if not lighthouse:
+            raise ConfigError(
+                f"FaultTolerant has to know where torchft_lighthouse runs; give lighthouse='http://HOST:29510', or set "
+                f"{_LIGHTHOUSE}"
+            )
+        connect = partial(
+            connect_torchft,
+            group=self.replica_group,
+            lighthouse=lighthouse,
+            device=self.device,
+            timeout=self.timeout,
+            quorum_timeout=self.quorum_timeout,
+        )
+        self._quorum = Quorum(connect)
+        self._quorum.state = state
+        self._begins_together, received = self._quorum.join()
+        self._before = self._quorum.participants
+        return received
+
+    def share_module(self, module: nn.Module) -> None:
+        """Gives groups that begin together the first one's parameters and buffers, where they built the same module."""
+        if self._quorum is None or not self._begins_together or self._quorum.participants == 1:
+            return
+        own = torch.frombuffer(
+            bytearray(hashlib.sha256("\n".join(described_module(module)).encode()).digest()), dtype=torch.uint8
+        )
+        first = own.clone()
+        self._quorum.share([first])
+        if not torch.equal(own, first):
+            raise DistributedError(
+                f"replica group {self.replica_group} built another module than the first one; build (and freeze) it in the same "
+                "way in all of them"
+            )
+        self._quorum.share([*module.parameters(), *module.buffers()])
+
+    def wrap_module(
+        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
+    ) -> Callable[..., Any]:
+        """Returns ``step``; raises :class:`ConfigError` where groups would come to update differently."""
+        if any(config.reduce_on_plateau for config in getattr(self._session(), "schedulers", ())):
+            raise ConfigError(
+                "strategy 'fault_tolerant' with a schedule that follows a logged value: each group logs its own, and their "
+                "learning rates would part; give a schedule by steps or epochs"
+            )
+        # Once more: optimizers and hooks may have changed weights since, each group its own.
+        self.share_module(module)
+        self._begins_together = False
+        return step
+
+    def begin_step(self) -> None:
+        """Finds out who makes the next step, and lets in who has come."""
+        if self._quorum is not None:
+            self._quorum.begin()
+            self._tell(self._quorum)
+
+    def end_steps(self) -> None:
+        """Waits, behind the last step, until all groups have it."""
+        if self._quorum is None:
+            return
+        try:
+            self._quorum.end()
+        except DistributedError as error:
+            _LOG.warning("fabricamp: replica group %d has all its steps; at the end: %s", self.replica_group, error)
+
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
+        """Averages a window's gradients over the groups of this step, or of those that are left of them."""
+        assert memory is not None
+        assert self._quorum is not None
+        if memory.flat is not None:
+            gradients = memory.sum_over_ranks(_IN_FP32, 1, through=self._quorum)
+        else:
+            gradients = self._flat_of(memory.parameters).exchange(self._quorum)
+        self._tell(self._quorum)
+        return gradients
+
+    def teardown(self) -> None:
+        """Leaves the groups, which go on."""
+        quorum, self._quorum, self._flat = self._quorum, None, None
+        if quorum is not None:
+            quorum.close()
+        super().teardown()
+
+    def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
+        flat = self._flat
+        if flat is None or list(map(id, flat.parameters)) != list(map(id, parameters)):
+            flat = self._flat = FlatGradients(parameters, _IN_FP32, 1, frozen=())
+        return flat
+
+    def _tell(self, quorum: Quorum) -> None:
+        now, before = quorum.participants, self._before
+        if now != before:
+            self._before = now
+            _LOG.warning(
+                "fabricamp: replica group %d: %d of %d groups make step %d, where %d made the one before",
+                self.replica_group, now, self.groups, quorum.steps, before,
+            )  # fmt: skip
+
+
+def _from_environment(argument: str, value: object, variable: str, *, least: int) -> int:
+    """``value``, or what the variable says; a whole number of at least ``least``."""
+    given: Any = os.environ.get(variable) if value is None else value
+    if given is None:
+        raise ConfigError(
+            f"FaultTolerant({argument}=None) takes {variable}, which is not set; give {argument}, or set it"
+        )
+    source = f"FaultTolerant({argument}={value!r})" if value is not None else f"{variable}={given!r}"
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ConfigError(f"{source} has to be a whole number from {least}")
+    return number

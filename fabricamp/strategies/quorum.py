@@ -1,0 +1,256 @@
+"""The replica groups that make a step together, by torchft's manager: sums that fail are made again by those that are left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.gradients.sums import RankSums
+from fabricamp.torch_private import TCPStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LOG = logging.getLogger("fabricamp")
+_MOST_TRIES: Final = 10
+"""How often in a row a sum may fail, each time with those that are left."""
+
+
+Take = Callable[[dict[str, Any]], None]
+Give = Callable[[], dict[str, Any]]
+Connect = Callable[[Take, Give], "Connection"]
+
+
+class Connection(NamedTuple):
+    """What a group has of the others."""
+
+    manager: Any
+    """torchft's ``Manager``."""
+    hang_up: Callable[[], None]
+    """Ends what the groups of a step exchange through: whoever waits there for this one learns of it."""
+    close: Callable[[], None]
+    """Ends everything: the others then go on without this group."""
+
+
+class Quorum(RankSums):
+    """The groups of a step, and this one's place among them.
+
+    A quorum is begun between two steps, and there alone another group may come in: it gets the state of that moment.  A sum that
+    fails is made again, of the same gradients, by those that are left.  It may have arrived in some groups and not in others; each
+    one keeps the last, so that one that lacks it takes it from a group that is ahead by that step, and makes the same update.
+
+    Args:
+        connect: makes the manager, which calls the first function with what another group has sent, and the second for what it is
+            to send, from a thread of its own while :meth:`begin` waits.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        super().__init__()
+        self.state: Callable[[], Tensor] | None = None
+        """Returns this run's whole state, between two steps; None where there is none to give."""
+        self.steps = 0
+        """How many sums have been kept since the first group began; 0 before this one has joined."""
+        self._open = self._within = False
+        self._received: dict[str, Any] | None = None
+        self._last: list[Tensor] = []
+        self._lacking: list[Tensor] | None = None
+        self._manager, self._hang_up, self.close = connect(self._take, self._give)
+
+    @property
+    def participants(self) -> int:
+        """How many groups make this step, or made the last one."""
+        return int(self._manager.num_participants())
+
+    @property
+    def _failure(self) -> str:
+        """The first line of what went wrong in this quorum; empty where nothing did."""
+        found = self._manager.errored()
+        return "" if found is None else str(found).partition("\n")[0]
+
+    def join(self) -> tuple[bool, Tensor | None]:
+        """Enters the first quorum; returns whether all in it begin together, and the state to go on from where another gives it."""
+        self._start(shrink_only=False)
+        if failure := self._failure:
+            raise DistributedError(
+                f"this replica group could not join the others ({failure}); start it again: it then tries anew"
+            )
+        received, self._received = self._received, None
+        begins = self._manager.current_step() == 0
+        if begins:
+            # From here on none is at 0, where torchft lets all but one take that one's state.
+            self._manager.load_state_dict({"step": 1, "batches_committed": 0})
+        elif received is None or received["state"] is None:
+            raise DistributedError(
+                "this replica group came in while the others tried a step again, and got no state; start it again: it then comes "
+                "in between two steps"
+            )
+        self.steps = self._manager.current_step()
+        return begins, None if received is None else received["state"]
+
+    def begin(self, *, shrink_only: bool = False) -> None:
+        """Finds who makes the next step, unless that is known; with ``shrink_only`` nobody comes in."""
+        if self._open:
+            return
+        self._start(shrink_only=shrink_only)
+        received, self._received = self._received, None
+        behind = 0 if received is None else received["step"] - self.steps
+        if behind > 1:
+            raise DistributedError(
+                f"this replica group was left out of {behind} steps while it was held up, and cannot make them any more; start it "
+                "again: it then goes on with the others' state (torchrun --max-restarts does so)"
+            )
+        if behind == 1 and received is not None:
+            self._lacking = received["last"]
+
+    def run(self, flats: Iterable[Tensor], *, alone: bool = False) -> None:
+        """Averages ``flats``, in place, over the groups of this step, or of those that are left of them."""
+        own = list(flats)
+        self.begin()
+        for _ in range(_MOST_TRIES):
+            if self._averaged(own):
+                return
+            _LOG.warning(
+                "fabricamp: a sum over replica groups failed; those that are left make it again: %s", self._failure
+            )
+            self.begin(shrink_only=True)
+        raise DistributedError(
+            f"the sum of gradients over the replica groups failed {_MOST_TRIES} times in a row ({self._failure}); see "
+            "whether the machines reach each other, and whether timeout is long enough"
+        )
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all groups that begin together the first one's ``tensors``, bit for bit."""
+        first = self._manager.participating_rank() == 0
+        for tensor in tensors:
+            own = tensor.detach().contiguous()
+            # As bytes, to which zeros are added: any dtype.
+            travelling = (
+                own.reshape(-1).view(torch.uint8)
+                if first
+                else torch.zeros(own.nbytes, dtype=torch.uint8, device=own.device)
+            )
+            self._manager.allreduce(travelling, reduce_op=ReduceOp.SUM).wait()
+            if failure := self._failure:
+                raise DistributedError(
+                    f"a replica group was lost before the first step ({failure}); start this one again"
+                )
+            tensor.detach().copy_(travelling.view(own.dtype).view(own.shape))
+
+    def end(self) -> None:
+        """Behind the last step: whoever lacks it takes it from those that have it, which stay so long."""
+        self.begin(shrink_only=True)
+        self._open = False
+        self.begin(shrink_only=True)
+
+    def _start(self, *, shrink_only: bool) -> None:
+        self._received, self._within = None, shrink_only
+        try:
+            self._manager.start_quorum(shrink_only=shrink_only)
+        except (RuntimeError, TimeoutError) as error:
+            why = "whether the lighthouse runs, and whether a group is held up for longer than quorum_timeout"
+            if shrink_only:
+                why += "; where the others have gone on without this one, start it again: it then takes their state"
+            raise DistributedError(f"no quorum of replica groups came about ({error}); see {why}") from error
+        self._open = True
+
+    def _averaged(self, own: list[Tensor]) -> bool:
+        """Whether ``own`` is the average now; it is untouched where not."""
+        if self._lacking is not None:
+            arrived = [value.to(one.device) for one, value in zip(own, self._lacking, strict=True)]
+            self._lacking = None
+            self.steps += 1  # and the quorum is that of the next step
+        else:
+            arrived = self._summed(own)
+        for tensor, value in zip(own, arrived, strict=False):
+            tensor.copy_(value)
+        self._last = arrived
+        return bool(arrived)
+
+    def _summed(self, own: list[Tensor]) -> list[Tensor]:
+        """The average over the groups; empty where it did not come about."""
+        fits = [one.shape for one in self._last] == [one.shape for one in own]
+        travelling = self._last if fits else [torch.empty_like(one) for one in own]
+        # Those of a sum that failed are left to it: what is under way may still write there.
+        self._last = []
+        for one, value in zip(travelling, own, strict=True):
+            one.copy_(value)
+        for work in [self._manager.allreduce(one, reduce_op=ReduceOp.AVG) for one in travelling]:
+            work.wait()
+        self._open = False
+        if not self._manager.should_commit():
+            # Gloo tells the neighbours of a dead process, and not all of them: one may wait for another that has failed already.
+            self._hang_up()
+            return []
+        self.steps = self._manager.current_step()
+        return travelling
+
+    def _take(self, received: dict[str, Any]) -> None:
+        self._received = received
+
+    def _give(self) -> dict[str, Any]:
+        state = None if self._within or self.state is None else self.state()
+        return {"step": self.steps, "last": [one.clone() for one in self._last], "state": state}
+
+
+def connect_torchft(
+    take: Take,
+    give: Give,
+    *,
+    group: int,
+    lighthouse: str,
+    device: torch.device,
+    timeout: timedelta,
+    quorum_timeout: timedelta,
+) -> Connection:
+    """Returns torchft's manager of a group of one process, over Gloo, or NCCL on a GPU."""
+    torchft = _torchft()
+    host = socket.gethostname()
+    # One of its own, on a port that is free: what another start has left in a store is never met.
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    kind = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
+    exchange = kind(timeout=timeout)
+    places = {"rank": 0, "world_size": 1, "store_addr": host, "store_port": store.port, "hostname": host}
+    times = {"timeout": timeout, "connect_timeout": timeout, "quorum_timeout": quorum_timeout}
+    try:
+        manager = torchft.Manager(
+            pg=exchange,
+            load_state_dict=take,
+            state_dict=give,
+            min_replica_size=1,
+            use_async_quorum=False,
+            lighthouse_addr=lighthouse,
+            replica_id=str(group),
+            **places,
+            **times,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise DistributedError(
+            f"torchft's lighthouse at {lighthouse} does not answer: {error}; start it first"
+        ) from error
+
+    def hang_up() -> None:
+        exchange.abort(errored=False)
+
+    def close(held: object = store) -> None:  # noqa: ARG001 - the store lives as long
+        manager.shutdown()
+        hang_up()
+
+    return Connection(manager, hang_up, close)
+
+
+def _torchft() -> Any:
+    os.environ.setdefault("RUST_LOG", "warn")  # else a handful of lines at each step
+    try:
+        import torchft
+    except ImportError as error:
+        raise ConfigError('FaultTolerant needs the package torchft: pip install "fabricamp[ft]"') from error
+    return torchft
