@@ -81,10 +81,15 @@ def test_a_script(argument, code, said, capsys, monkeypatch):
             ["fails.py"],
             "fails.py did not come to the end of what was tried (straight); its last words:\nno trainer here",
         ),
+        (
+            ["ends.py"],
+            "ends.py ended without a Trainer.fit, which is what is tried; its last words:\nno trainer here",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_tried(words, message, capsys):
-    Path("fails.py").write_text("print('no trainer here')")
+    Path("ends.py").write_text("print('no trainer here')")
+    Path("fails.py").write_text("print('no trainer here')\nraise SystemExit(1)")
     assert main(["verify", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -107,7 +112,7 @@ def record(**changes):
         ({"start_state": "x", "first_data": "x"}, "start", "start", "drawn without a seed"),
         ({"first_state": "x", "first_data": "x"}, "0/0", "data", "an order or augmentation"),
         ({"second_rng": "x", "second_state": "x"}, "0/1", "rng", "drew random numbers"),
-        ({"second_state": "x"}, "0/1", "state", "an operation without a fixed order"),
+        ({"second_state": "x"}, "0/1", "state", "the step draws from a generator of its own"),
     ],
 )
 def test_what_differs_first_decides_the_cause(changes, place, part, cause):

@@ -32,8 +32,8 @@ _CAUSES = {
     (
         "again",
         "state",
-    ): "the same weights, batch and random numbers gave other bits: an operation without a fixed order; "
-    "try Trainer(deterministic=True), which names it",
+    ): "the same weights, batch and random numbers gave other bits: the step draws from a generator of its own that has no seed, "
+    "or an operation has no fixed order, which Trainer(deterministic=True) names",
     (
         "resumed",
         "start",
@@ -125,7 +125,7 @@ def _run(command: Sequence[str], plan: Plan) -> list[Record]:
     folder.mkdir()
     environment = {**os.environ, VARIABLE: json.dumps(plan._asdict())}
     with (folder / "output").open("w") as output:
-        subprocess.run(  # noqa: S603 - the user's own script
+        ended = subprocess.run(  # noqa: S603 - the user's own script
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     records = []
@@ -135,6 +135,10 @@ def _run(command: Sequence[str], plan: Plan) -> list[Record]:
     if not records or any(DONE not in one for one in records):
         with (folder / "output").open() as output:
             last = "".join(deque(output, 15))
+        if not records and ended.returncode == 0:
+            raise ConfigError(
+                f"{command[1]} ended without a Trainer.fit, which is what is tried; its last words:\n{last}"
+            )
         raise ConfigError(
             f"{command[1]} did not come to the end of what was tried ({folder.name}); its last words:\n{last}"
         )
