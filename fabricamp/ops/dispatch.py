@@ -50,7 +50,7 @@ _WORTH_THE_HOST: Final = 8 * 2**20
 """Bytes of a norm's input from which its kernel runs in eager steps too.
 
 At 16384 x 768 in bf16, 24 MiB, the kernels save 70 (RMSNorm) to 100 us (LayerNorm) of an H200, about 3 us a MiB, and cost the host
-25 us or more, whatever the size.
+tens of us on a busy machine, whatever the size.
 """
 
 
@@ -261,6 +261,8 @@ def _explained(card: Card | None, op: str) -> Backend:
         parts += [f"{dtype} {_spans(bands)}"] if any(name == "cupy" for _, name in bands) else []
     if not parts:
         return Backend("torch", f"faster on this card ({card['measured']})")
+    if op != "cross_entropy":
+        parts += [f"where all has one dtype in eager steps from {_WORTH_THE_HOST // 2**20} MiB of input on"]
     return Backend("cupy", f"for widths {', '.join(parts)}; else torch, which is faster there ({card['measured']})")
 
 
