@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import (
     EMA,
+    AsyncCheckpoint,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -386,6 +387,7 @@ class EarlyAgain(Late):
         (Timer("00:00:00:01"), False),
         (LearningRateMonitor(), False),
         (ModelCheckpoint(every_n_train_steps=3), False),
+        (AsyncCheckpoint(every_n_train_steps=3), False),
     ],
 )
 def test_a_class_says_beside_its_hooks_how_late_they_may_be(callback, waits):
