@@ -26,6 +26,7 @@ DeviceStatsMonitor: {cpu_stats: true}
 EMA: {decay: 0.99}
 EMAWeightAveraging: {decay: 0.99}
 EarlyStopping: {monitor: loss}
+FaultTolerant: {groups: 2, group: 0, lighthouse: "http://localhost:29510"}
 GradientAccumulationScheduler: {scheduling: {0: 2, 4: 4}}
 JSONLinesLogger: {save_dir: out}
 LambdaCallback: {on_fit_start: {_target_: hydra.utils.get_method, path: builtins.print}}
