@@ -57,9 +57,9 @@ class CSVLogger(RowFileLogger):
         digest = self._digest(rows, 0)
         if digest == state_dict["digest"]:
             self._rewrite(self._columns, rows)
-            self._content = Content().plus(rows, digest)
+            self._content = Content().plus(rows, self._file.size, digest)
 
-    def _append(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> None:
         columns = self._columns if self._file.size else ()
         wanted = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
         if wanted != list(columns):

@@ -8,184 +8,186 @@ import os
 import re
 import socket
 import struct
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.trouble import Trouble, reason_of
-
-_MOST_BYTES = 64 * 2**20
-"""So much waits in memory for a disk that refuses it."""
+from fabricamp.loggers.trouble import reason_of
 
 _SECONDS = re.compile(r"tfevents\.(\d+)")
 _numbers = itertools.count()
+_FRAME = 16
+"""Bytes of an event's record beside itself: its length and two checksums."""
+
+
+class Scalars(NamedTuple):
+    """Points of curves; the thread that writes makes an event of them."""
+
+    step: int
+    wall_time: float
+    values: Mapping[str, float]
+
+    def event(self) -> Any:
+        """One event for all of them: ``SummaryWriter.add_scalar`` makes one each, which costs several times as much."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in self.values.items()]
+        return Event(step=self.step, wall_time=self.wall_time, summary=Summary(value=values))
+
+
+class Place(NamedTuple):
+    """A file, and so many bytes of it."""
+
+    file: str
+    bytes: int
 
 
 class EventFile:
-    """What torch's ``FileWriter`` writes to: a new file in ``folder``.
+    """A new file in ``folder``, of whole events; a thread alone calls what is here.
 
-    Nothing here raises ``OSError``: events that the disk refuses wait in memory, the newest of them, and ``trouble`` tells.
+    ``lost`` is told why how many events of which steps are gone, where somebody has removed the file.
     """
 
     def __init__(
-        self, folder: Path, trouble: Trouble, *, max_queue: int, flush_secs: float, suffix: str, private: bool
+        self, folder: Path, lost: Callable[[str, int, Sequence[int]], None], *, suffix: str, private: bool
     ) -> None:
-        self._folder = folder
-        self._trouble = trouble
-        self._most_waiting = max_queue
-        self._flush_seconds = flush_secs
+        self.folder = folder
+        self._lost = lost
         self._suffix = suffix
         self.private = private
-        self._lock = threading.RLock()  # a checkpoint's writer flushes too
-        self._flushed_at = time.monotonic()
-        self._events: list[tuple[int, bytes]] = []
-        self._open_file()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place behind the last event: the file, and so many bytes of it."""
-        with self._lock:
-            start = self._file.size or len(self._head)
-            return {"file": self._file.path.name, "bytes": start + sum(len(record) for _, record in self._events)}
-
-    def go_on_from(self, name: str, size: int) -> bool:
-        """Hides from TensorBoard what stands behind that place, if it is in this folder; returns whether it is.
-
-        What is behind may have any steps, and TensorBoard forgets all from one step on: what stood before it is written again.
-        """
-        self.flush()
-        others = sorted(path for path in self._folder.glob("*tfevents*") if path != self._file.path)
-        found = next((path for path in others if path.name == name), None)
-        if found is None or found.stat().st_size < size:
-            return False
-        before: list[tuple[Path, int | None]] = [(path, None) for path in others if path.name < name]
-        before.append((found, size))
-        if self._file.size:
-            before.append((self._file.path, None))
-        behind = [event for path in others if path.name > name for event in read_events(path)]
-        behind += read_events(found, since=size)
-        steps = [event.step for event in behind if event.HasField("summary")]
-        if steps:
-            self.purge(min(steps), [event for path, end in before for event in read_events(path, until=end)])
-        return True
-
-    def purge(self, step: int, written: list[Any] | None = None) -> None:
-        """Lets TensorBoard forget everything from ``step`` on but for what is valid of ``written``."""
-        self.add_event(Event(wall_time=time.time(), step=step, file_version="brain.Event:2"))
-        self.add_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
-        valid: list[Any] = []
-        for event in written or ():
-            if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                valid = [one for one in valid if one.step < event.step]
-            elif event.HasField("summary") and event.step >= step:
-                valid.append(event)
-        for event in valid:
-            self.add_event(event)
-
-    # -- what FileWriter calls ---------------------------------------------------------------------------------------------------
-
-    def get_logdir(self) -> str:
-        """The folder."""
-        return str(self._folder)
-
-    def add_event(self, event: Any) -> None:
-        """Takes an event; writes now and then."""
-        with self._lock:
-            self._events.append((event.step, _record(event)))
-            late = time.monotonic() >= self._flushed_at + self._flush_seconds
-            if late or len(self._events) > self._most_waiting:
-                self.flush()
-
-    def flush(self) -> None:
-        """Writes what is still in memory."""
-        with self._lock, self._trouble.guard():
-            self._flushed_at = time.monotonic()
-            self._write()
-        if sum(len(one) for _, one in self._events) > _MOST_BYTES:
-            self._lose_waiting()
-
-    def sync(self) -> None:
-        """Returns once the disk has every event that was given so far."""
-        self.flush()
-        with self._trouble.guard():
-            self._file.sync()
-
-    def reopen(self) -> None:
-        """The file is opened for each write."""
-
-    def close(self) -> None:
-        """Writes the rest."""
-        self.flush()
-        self._lose_waiting()
-
-    # -- the file ----------------------------------------------------------------------------------------------------------------
-
-    def _open_file(self) -> None:
-        # TensorBoard reads files in the order of their names: this one comes last, whatever the clock says.
-        seconds = [int(match[1]) for path in self._folder.glob("*tfevents*") if (match := _SECONDS.search(path.name))]
-        second = max([int(time.time()), *(one + 1 for one in seconds)])
-        number = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{self._suffix}"
-        name = f"events.out.tfevents.{second:010d}.{number}"
-        self._file = GrowingFile(self._folder / name, private=self.private)
-        first = Event(wall_time=time.time(), file_version="brain.Event:2")
-        first.source_metadata.writer = "fabricamp.loggers.TensorBoardLogger"
-        self._head = _record(first)
+        self._file: GrowingFile | None = None
         self._there = 0
         self._steps: tuple[int, ...] = ()
 
-    def _write(self) -> None:
-        events = list(self._events)
-        if not events:
-            return
+    def look(self) -> Place:
+        """The place behind the last event that was written."""
+        file = self._open()
+        return Place(file.path.name, file.size or len(self._head))
+
+    def append(self, events: list[Any]) -> Place:
+        """Writes these, and returns the place behind them."""
+        events = [one.event() if isinstance(one, Scalars) else one for one in events]
+        file = self._open()
         try:
-            head = b"" if self._file.size else self._head
-            self._file.append(head + b"".join(record for _, record in events))
+            head = b"" if file.size else self._head
+            file.append(head + b"".join(_record(event) for event in events))
         except FileNotFoundError as error:
-            if not self._file.size:
+            if not file.size:
                 raise
             # Somebody removed it: what was in it is lost, what comes goes into a new one.
-            self._trouble.tell(reason_of(error))
-            self._trouble.lose(self._there, self._steps)
-            self._open_file()
-            self._write()
-            return
-        steps = [*self._steps, *(step for step, _ in events)]
+            self._lost(reason_of(error), self._there, self._steps)
+            self._file = None
+            return self.append(events)
+        steps = [*self._steps, *(event.step for event in events)]
         self._there, self._steps = self._there + len(events), (min(steps), max(steps))
-        del self._events[: len(events)]
+        return self.look()
 
-    def _lose_waiting(self) -> None:
-        with self._lock:
-            self._trouble.lose(len(self._events), [step for step, _ in self._events])
-            self._events.clear()
+    def sync(self) -> None:
+        """Returns once the disk has every event that was written."""
+        if self._file is not None:
+            self._file.sync()
+
+    def go_on_from(self, name: str, size: int) -> list[Any] | None:
+        """The events that hide from TensorBoard what stands behind that place; None where it is not in this folder.
+
+        What is behind may have any steps, and TensorBoard forgets all from one step on: what stood before it is written again.
+        """
+        file = self._open()
+        others = sorted(path for path in self.folder.glob("*tfevents*") if path != file.path)
+        found = next((path for path in others if path.name == name), None)
+        if found is None or found.stat().st_size < size:
+            return None
+        before: list[tuple[Path, int | None]] = [(path, None) for path in others if path.name < name]
+        before.append((found, size))
+        if file.size:
+            before.append((file.path, None))
+        behind = [event for path in others if path.name > name for event in read_events(path)]
+        behind += read_events(found, since=size)
+        steps = [event.step for event in behind if event.HasField("summary")]
+        if not steps:
+            return []
+        return purge(min(steps), [event for path, end in before for event in read_events(path, until=end)])
+
+    def _open(self) -> GrowingFile:
+        if self._file is not None:
+            return self._file
+        # TensorBoard reads files in the order of their names: this one comes last, whatever the clock says.
+        seconds = [int(match[1]) for path in self.folder.glob("*tfevents*") if (match := _SECONDS.search(path.name))]
+        second = max([int(time.time()), *(one + 1 for one in seconds)])
+        number = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{self._suffix}"
+        name = f"events.out.tfevents.{second:010d}.{number}"
+        first = Event(wall_time=time.time(), file_version="brain.Event:2")
+        first.source_metadata.writer = "fabricamp.loggers.TensorBoardLogger"
+        self._head = _record(first)
+        self._there, self._steps = 0, ()
+        self._file = GrowingFile(self.folder / name, private=self.private)
+        return self._file
 
 
 class EventWriter(SummaryWriter):
-    """torch's ``SummaryWriter`` on an :class:`EventFile`, instead of one with a thread that ends with the first full disk."""
+    """torch's ``SummaryWriter`` over ``take``, which gets each event, instead of a thread that ends with the first full disk."""
 
-    def __init__(self, file: EventFile, purge_step: int | None) -> None:
-        self._file = file
-        super().__init__(file.get_logdir(), purge_step=purge_step)
+    def __init__(
+        self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None], purge_step: int | None
+    ) -> None:
+        self._events = _Events(folder, take, flush)
+        super().__init__(str(folder), purge_step=purge_step)
 
     def _get_file_writer(self) -> Any:
         this: Any = self  # its class says that both are None
         if this.file_writer is None:
-            this.file_writer = _FileWriter(self._file)
-            this.all_writers = {self._file.get_logdir(): this.file_writer}
+            this.file_writer = _FileWriter(self._events)
+            this.all_writers = {self._events.get_logdir(): this.file_writer}
             if self.purge_step is not None:
-                self._file.purge(self.purge_step)
+                for event in purge(self.purge_step):
+                    self._events.add_event(event)
                 self.purge_step = None
         return this.file_writer
 
 
 class _FileWriter(FileWriter):
-    def __init__(self, file: EventFile) -> None:
-        self.event_writer = file
+    def __init__(self, events: _Events) -> None:
+        self.event_writer = events
+
+
+class _Events:
+    """What torch's ``FileWriter`` writes to."""
+
+    def __init__(self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None]) -> None:
+        self._folder = folder
+        self.add_event = take
+        self.flush = self.close = flush
+
+    def get_logdir(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def reopen(self) -> None:
+        """The file is opened for each write."""
+
+
+def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
+    """The events by which TensorBoard forgets everything from ``step`` on but for what is valid of ``written``."""
+    now = time.time()
+    start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
+    valid: list[Any] = []
+    for event in written:
+        if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+            valid = [one for one in valid if one.step < event.step]
+        elif event.HasField("summary") and event.step >= step:
+            valid.append(event)
+    return [Event(wall_time=now, step=step, file_version="brain.Event:2"), start, *valid]
+
+
+def size_of(content: Any) -> int:
+    """How many bytes of a file it will be."""
+    event = content.event() if isinstance(content, Scalars) else content
+    return int(event.ByteSize()) + _FRAME
 
 
 def _record(event: Any) -> bytes:

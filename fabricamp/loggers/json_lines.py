@@ -44,15 +44,15 @@ class JSONLinesLogger(RowFileLogger):
         return zlib.crc32(_text(rows), before)
 
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
-        return {"bytes": self._file.size + len(_text(rows))}
+        return {"bytes": content.size + len(_text(rows))}
 
     def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
         size = state_dict["bytes"]
-        if self._file.size > size and zlib.crc32(self.metrics_file.read_bytes()[:size]) == state_dict["digest"]:
+        if content.size > size and zlib.crc32(self.metrics_file.read_bytes()[:size]) == state_dict["digest"]:
             os.truncate(self.metrics_file, size)
             self._content = None
 
-    def _append(self, rows: Rows) -> None:
+    def _write(self, rows: Rows) -> None:
         self._file.append(_text(rows))
 
 

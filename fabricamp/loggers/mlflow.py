@@ -322,7 +322,7 @@ class MLFlowLogger(Logger):
         self._tell()
 
     def _tell(self) -> None:
-        for reason, items in self._outbox.failures():
+        for reason, items, _ in self._outbox.failures():
             self.trouble.tell(reason)
             steps = [one.step for one in items if isinstance(one, _Item) and one.metrics]
             self.trouble.lose(len(steps), steps)

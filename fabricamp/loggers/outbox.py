@@ -1,18 +1,21 @@
-"""What waits for a server: it is sent by a thread of its own, so that no step waits for an answer."""
+"""What waits for a server or a disk: it is sent by a thread of its own, so that no step waits for an answer."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fabricamp.loggers.trouble import Trouble
+from fabricamp.loggers.trouble import Trouble, reason_of
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 _MOST_WAITING = 10_000
 _MOST_AT_ONCE = 20
+_EXIT_SECONDS = 30.0
 
 
 class Call(NamedTuple):
@@ -23,54 +26,70 @@ class Call(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What was not sent, and why."""
+    """What was not sent, and why; with the error, where there was one."""
 
     reason: str
     items: Sequence[object]
+    error: Exception | None = None
 
 
 class Outbox(Generic[Item]):
     """Sends what it was given, in order, so many of them at once; what ``send`` raises on is noted and not sent again.
 
-    Of what waits, no more than 10,000 are kept: the oldest are lost.  After a fork the child has what waits too: give it a
-    new one.
+    Of what waits, no more than 10,000 are kept: the oldest are lost.  After a fork the child begins with an empty one.  A process
+    that ends without :meth:`close` waits for what waits, up to 30 seconds.
     """
 
     def __init__(self, send: Callable[[Sequence[Item]], None], most_at_once: int = _MOST_AT_ONCE) -> None:
         self._send = send
         self._most_at_once = most_at_once
+        self._clear()
+
+    def _clear(self) -> None:
+        self._process = os.getpid()
         self._waiting: list[Item] = []
         self._sending: list[Item] = []
+        self._given = self._sending_from = 0
         self._failures: list[Failure] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._in_vain = False
 
     def put(self, item: Item) -> None:
         """Gives it ``item``, and returns at once."""
-        with self._changed:
+        with self._here():
             self._waiting.append(item)
+            self._given += 1
             if len(self._waiting) > _MOST_WAITING:
                 self._failures.append(Failure("the server is too slow", [self._waiting.pop(0)]))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fabricamp-outbox", daemon=True)
                 self._thread.start()
+                atexit.register(self._at_exit)
             self._changed.notify_all()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Returns whether everything is sent, or noted as failed, within so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._sending, seconds)
+        """Returns whether everything that was given so far is sent, or noted as failed, within so many seconds.
+
+        Where one has waited in vain, the next with a limit does not wait until something was sent.
+        """
+        with self._here():
+            given = self._given
+            if self._in_vain and seconds is not None:
+                return self._done() >= given
+            answered = self._changed.wait_for(lambda: self._done() >= given, seconds)
+            self._in_vain = not answered
+        return answered
 
     def failures(self) -> list[Failure]:
         """Returns what failed since the last call."""
-        with self._changed:
+        with self._here():
             failures, self._failures = self._failures, []
         return failures
 
     def report(self, trouble: Trouble) -> None:
         """Tells ``trouble`` what failed since the last call; of calls, the steps whose values are lost by it."""
-        for reason, items in self.failures():
+        for reason, items, _ in self.failures():
             trouble.tell(reason)
             steps = [one.step for one in items if isinstance(one, Call) and one.step is not None]
             trouble.lose(len(steps), steps)
@@ -78,6 +97,7 @@ class Outbox(Generic[Item]):
     def close(self, seconds: float) -> bool:
         """Waits so long, then gives up what is left; returns whether nothing was."""
         answered = self.wait(seconds)
+        atexit.unregister(self._at_exit)
         with self._changed:
             if left := [*self._sending, *self._waiting]:
                 self._failures.append(Failure(f"no answer within {seconds:g} s", left))
@@ -85,24 +105,41 @@ class Outbox(Generic[Item]):
             self._changed.notify_all()
         return answered
 
+    def _here(self) -> threading.Condition:
+        if self._process != os.getpid():  # forked: the thread has not come along, and what waits is the parent's
+            self._clear()
+        return self._changed
+
+    def _done(self) -> int:
+        """How many were given before the oldest of those that are waiting or being sent."""
+        return self._sending_from if self._sending else self._given - len(self._waiting)
+
+    def _at_exit(self) -> None:
+        self.wait(_EXIT_SECONDS)
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
+                self._sending_from = self._given - len(self._waiting)
                 items = self._sending = self._waiting[: self._most_at_once]
                 del self._waiting[: self._most_at_once]
-            reason = ""
+            failed: Exception | None = None
             try:
                 self._send(items)
             except Exception as error:  # noqa: BLE001 - told by the thread that trains; it costs values, not the run
-                reason = str(error) or type(error).__name__
+                failed = error
             with self._changed:
-                if reason and not self._closed:
-                    self._failures.append(Failure(reason, items))
-                self._sending = []
+                if failed is not None and not self._closed:
+                    self._failures.append(Failure(_reason(failed), items, failed))
+                self._sending, self._in_vain = [], False
                 self._changed.notify_all()
+
+
+def _reason(error: Exception) -> str:
+    return reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
 
 
 def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:

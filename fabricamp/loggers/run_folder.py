@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,6 +15,7 @@ from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.files import replace_text
 from fabricamp.first_rank import started_rank
+from fabricamp.loggers.backlog import Backlog, Record
 from fabricamp.loggers.base import Logger
 
 _HYPERPARAMETERS = "hparams.yaml"
@@ -28,7 +29,10 @@ def writes() -> bool:
 
 
 class RunFolderLogger(Logger):
-    """A logger with a folder of its own, in which it writes the hyper-parameters once."""
+    """A logger with a folder of its own, whose files a thread writes: the hyper-parameters, and what :meth:`_append` appends."""
+
+    MOST_WAITING: ClassVar[int]
+    """So much waits in memory for a disk that refuses it: the sum of the records' weights."""
 
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
@@ -46,6 +50,7 @@ class RunFolderLogger(Logger):
         self._claimed = False
         self._prefix = prefix
         self._hyperparameters: dict[str, Any] = {}
+        self._begin_anew()
 
     @property
     def root_dir(self) -> str:
@@ -119,11 +124,65 @@ class RunFolderLogger(Logger):
         self._hyperparameters |= added
         self._write_hyperparameters()
 
+    def save(self) -> None:
+        """Lets the thread write what is still in memory, and waits until it has: for 30 seconds at most."""
+        with self.trouble.guard():
+            self._backlog.write_soon()
+            self._backlog.wait()
+        self._backlog.report(self.trouble)
+
+    def barrier(self, step: int) -> None:
+        """Returns once the disk has all that was given so far."""
+        backlog = self._backlog
+        backlog.write_soon()
+        backlog.do(self._sync)
+        backlog.wait(patient=True)
+
+    def close(self) -> None:
+        """Writes the rest, for which it waits up to 30 seconds."""
+        self._backlog.close(self.trouble)
+
+    # -- the thread's side -------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> Any:
+        """Where the log's file ends; called by the thread."""
+        raise NotImplementedError
+
+    def _append(self, records: list[Any]) -> Any:
+        """Appends these to the log's file, and returns where it ends then; called by the thread."""
+        raise NotImplementedError
+
+    def _sync(self) -> None:
+        """Returns once the disk has what was appended; called by the thread."""
+        raise NotImplementedError
+
+    @property
+    def _backlog(self) -> Backlog[Any]:
+        """What waits for the thread in this process."""
+        if self._waiting.process != os.getpid():  # forked: the thread has not come along, nor what it holds
+            self._begin_anew(self._waiting.left_behind())
+        return self._waiting
+
+    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
+        self._waiting: Backlog[Any] = Backlog(self._look, self._append, self.MOST_WAITING, lambda: self.folder, records)
+
     def _write_hyperparameters(self) -> None:
         yaml: Any = importlib.import_module("yaml")
-        self.folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
-        replace_text(self.folder / _HYPERPARAMETERS, text, private=self.private)
+        folder, private = self.folder, self.private
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / _HYPERPARAMETERS, text, private=private)
+
+        self._backlog.do(write)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_waiting": self._waiting.left_behind()}  # one thread a process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_anew(state["_waiting"])
 
 
 def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,14 @@ import torch
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.errors import ConfigError
+from fabricamp.loggers.backlog import Record
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
 from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
@@ -28,6 +30,9 @@ _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix
 """What torch's SummaryWriter takes beside the folder; asking it would import all of TensorBoard."""
 _ASKS_FOR_NOTHING = ("sub_dir", None)
 """Lightning's default of an option that is not here."""
+
+
+_BYTES_OF_A_POINT = 64
 
 
 class TensorBoardLogger(RunFolderLogger):
@@ -50,6 +55,12 @@ class TensorBoardLogger(RunFolderLogger):
         >>> logger = TensorBoardLogger("runs", name="digits")
     """
 
+    MOST_WAITING = 64 * 2**20
+    """Bytes."""
+
+    _writer: SummaryWriter | None
+    _file: EventFile | None
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -66,9 +77,8 @@ class TensorBoardLogger(RunFolderLogger):
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self.draws_graph = log_graph
+        self._flushed_at = time.monotonic()
         self._options = {"max_queue": 10, "flush_secs": 30, "filename_suffix": "", "purge_step": None, **options}
-        self._writer: SummaryWriter | None = None
-        self._file: EventFile | None = None
         self._goes_on = False
 
     @property
@@ -76,30 +86,29 @@ class TensorBoardLogger(RunFolderLogger):
         """The ``SummaryWriter`` of this run, for what has no method here; does nothing on ranks other than 0."""
         if not writes():
             return Silent()  # type: ignore[return-value]
+        backlog = self._backlog
         if self._file is not None and self.private and not self._file.private:
             self.close()
         if self._writer is None:
             from fabricamp.loggers.event_file import EventFile, EventWriter
 
-            self._file = EventFile(
-                self.folder,
-                self.trouble,
-                max_queue=self._options["max_queue"],
-                flush_secs=self._options["flush_secs"],
-                suffix=self._options["filename_suffix"],
-                private=self.private,
-            )
-            self._writer = EventWriter(self._file, self._options["purge_step"])
+            suffix = self._options["filename_suffix"]
+            self._file = EventFile(self.folder, backlog.lose, suffix=suffix, private=self.private)
+            self._writer = EventWriter(self.folder, self._take, self.save, self._options["purge_step"])
         return self._writer
+
+    def begin(self) -> None:
+        """Imports what writes, before the first step."""
+        _ = self.experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """One point in each metric's curve."""
         if not metrics or not writes():
             return
-        # One event for all of them: SummaryWriter.add_scalar makes one each, which costs several times as much.
-        summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
-        values = [summary.Value(tag=name, simple_value=value) for name, value in self._named(metrics).items()]
-        self._add(summary(value=values), step)
+        _ = self.experiment
+        files: Any = importlib.import_module("fabricamp.loggers.event_file")
+        values = {name: float(value) for name, value in self._named(metrics).items()}
+        self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Shows them on TensorBoard's HPARAMS page, with ``metrics`` as the columns beside them."""
@@ -110,8 +119,9 @@ class TensorBoardLogger(RunFolderLogger):
         if metrics is None:
             metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}
         summaries: Any = importlib.import_module("torch.utils.tensorboard.summary")
+        writer: Any = self.experiment
         for part in summaries.hparams(flattened(self._hyperparameters), dict(metrics)):
-            self._add(part, 0)
+            writer.file_writer.add_summary(part, 0)
         self.log_metrics(metrics, 0)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
@@ -174,37 +184,59 @@ class TensorBoardLogger(RunFolderLogger):
         """A text, shown as Markdown."""
         self.experiment.add_text(name, text, step)
 
-    def save(self) -> None:
-        """Writes what is still in memory."""
-        if self._writer is not None:
-            self._writer.flush()
-
-    def barrier(self, step: int) -> None:
-        """Returns once the disk has every event that was given so far."""
-        if self._file is not None:
-            self._file.sync()
-
     def state_dict(self) -> dict[str, Any]:
         """The event file, and so many bytes of it."""
         _ = self.experiment
-        return self._file.state_dict() if self._file is not None else {}
+        if self._file is None:
+            return {}
+        place, waiting = self._backlog.state()
+        files: Any = importlib.import_module("fabricamp.loggers.event_file")
+        return {"file": place.file, "bytes": place.bytes + sum(map(files.size_of, waiting))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hides what stands behind that place in this folder; the hyper-parameters are there already."""
-        if state_dict and writes():
-            _ = self.experiment
-            assert self._file is not None
-            self._goes_on = self._file.go_on_from(state_dict["file"], state_dict["bytes"])
+        if not state_dict or not writes():
+            return
+        _ = self.experiment
+        file = self._file
+        assert file is not None
+        self._backlog.write_soon()
+        events = self._backlog.ask(lambda: file.go_on_from(state_dict["file"], state_dict["bytes"]), patient=True)
+        self._goes_on = events is not None
+        for event in events or ():
+            self._take(event)
 
     def close(self) -> None:
-        """Closes the file; what is logged afterwards goes into a new one beside it."""
-        if self._writer is not None:
-            self._writer.close()
+        """Writes the rest, for which it waits up to 30 seconds; what is logged afterwards goes into a new file beside it."""
+        super().close()
         self._writer, self._file, self._goes_on = None, None, False
 
-    def _add(self, summary: Any, step: int) -> None:
-        writer: Any = self.experiment
-        writer.file_writer.add_summary(summary, step)
+    def _take(self, event: Any) -> None:
+        self._put(Record(event.step, event, weight=event.ByteSize()))
+
+    def _put(self, record: Record) -> None:
+        backlog = self._backlog
+        waiting, now = backlog.add(record), time.monotonic()
+        if waiting > self._options["max_queue"] or now >= self._flushed_at + self._options["flush_secs"]:
+            self._flushed_at = now
+            backlog.write_soon()
+            backlog.report(self.trouble)
+
+    def _look(self) -> Any:
+        assert self._file is not None
+        return self._file.look()
+
+    def _append(self, records: list[Any]) -> Any:
+        assert self._file is not None
+        return self._file.append(records)
+
+    def _sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
+        super()._begin_anew(records)
+        self._writer, self._file = None, None  # one file a process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_file": None}  # one file a process
+        return {**super().__getstate__(), "_writer": None, "_file": None}

@@ -25,6 +25,7 @@ def test_new_metrics_become_new_columns(tmp_path):
     logger.log_metrics({"loss": 1.5}, 1)
     logger.log_metrics({"loss": 0.5, "acc": 0.25}, 2)
     logger.log_metrics({"lr": 0.1}, 3)
+    logger.save()
     assert logger.metrics_file.read_text() == "step,loss,acc,lr\n1,1.5,,\n2,0.5,0.25,\n3,,,0.1\n"
     assert [path.name for path in logger.folder.iterdir()] == ["metrics.csv"]
 
@@ -35,8 +36,10 @@ def test_it_writes_every_n_steps_and_at_the_end(tmp_path):
         logger.log_metrics({"loss": 1.0}, step)
     assert not logger.metrics_file.exists()
     logger.log_metrics({"loss": 1.0}, 100)
+    logger._backlog.wait()
     assert len(rows(logger)) == 3
     logger.log_metrics({"loss": 1.0}, 150)
+    logger._backlog.wait()
     assert len(rows(logger)) == 3
     logger.close()
     assert len(rows(logger)) == 4
@@ -45,6 +48,7 @@ def test_it_writes_every_n_steps_and_at_the_end(tmp_path):
 def test_a_resumed_run_appends_after_what_a_killed_one_left(tmp_path):
     first = CSVLogger(tmp_path, version="run", flush_logs_every_n_steps=1)
     first.log_metrics({"loss": 1.0}, 1)
+    first.save()
     with first.metrics_file.open("a") as file:
         file.write("2,0.")
     second = CSVLogger(tmp_path, version="run")

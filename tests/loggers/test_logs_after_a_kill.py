@@ -42,11 +42,13 @@ class Net(Classifier):
 
 
 class Kill(Callback):
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, *, written):
+        self.step, self.written = step, written
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.step:
+            for logger in trainer.loggers if self.written else ():
+                logger.save()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -57,14 +59,14 @@ def train(folder, kind, kill, **options):
     flush = options.pop("flush", 100)
     loggers = [
         CSVLogger(folder, "csv", "run", flush_logs_every_n_steps=flush),
-        # Written at once, what is behind a checkpoint is on disk when the kill comes.
+        # Where 1 is flushed, what is behind a checkpoint is on disk when the kill comes.
         TensorBoardLogger(folder, "tb", "run", max_queue=0 if flush == 1 else 10),
     ]
     trainer = quiet_trainer(
         max_epochs=EPOCHS,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        callbacks=[LearningRateMonitor(), kind(folder / "checkpoints", **options), Kill(kill)],
+        callbacks=[LearningRateMonitor(), kind(folder / "checkpoints", **options), Kill(kill, written=flush == 1)],
         logger=loggers,
         enable_checkpointing=True,
     )

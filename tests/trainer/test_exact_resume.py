@@ -195,7 +195,7 @@ class Saves(Callback):
     def _save(self, trainer, module):
         if trainer.state.batches_done == self.batches and self.seen is None:
             self.seen = len(module.seen)
-            self.rows = len(trainer.loggers[0]._rows) if trainer.loggers else None
+            self.rows = trainer.loggers[0].state_dict()["rows"] if trainer.loggers else None
             trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

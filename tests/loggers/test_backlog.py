@@ -1,0 +1,165 @@
+"""The thread that writes the files of loggers: a disk that hangs, a process that ends, one that forks, a mistake."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import threading
+
+import pytest
+
+from fabricamp import Callback
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, delivery
+from fabricamp.loggers.backlog import Backlog
+from fabricamp.loggers.growing_file import GrowingFile
+from fabricamp.loggers.outbox import Outbox
+from tests.loggers.test_logger_troubles import KINDS, csv_logger, fit, json_logger, steps_of, tensorboard_logger
+
+
+class Until(Callback):
+    """Waits at the second step until the thread is at its first write."""
+
+    def __init__(self, begun):
+        self.begun = begun
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 1:
+            assert self.begun.wait(60)
+
+
+class Hanging:
+    """A disk that takes nothing until it is ``over``."""
+
+    def __init__(self, monkeypatch):
+        self.over, self.begun, self.writes = threading.Event(), threading.Event(), 0
+        append = GrowingFile.append
+
+        def hangs(file, records):
+            self.writes += 1
+            self.begun.set()
+            self.over.wait(100)
+            append(file, records)
+
+        monkeypatch.setattr(GrowingFile, "append", hangs)
+        monkeypatch.setattr(Backlog, "SECONDS", 0.2)
+        monkeypatch.setattr(delivery, "BARRIER_SECONDS", 0.2)
+
+
+@KINDS
+def test_a_disk_that_hangs_holds_no_step_up(tmp_path, monkeypatch, kind):
+    disk, logger = Hanging(monkeypatch), kind(tmp_path / "logs")
+    told = fit(logger, Until(disk.begun), ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, monitor="step"))
+    first, second = told
+    assert "not on disk after 0.2 s, so checkpoints are written without waiting for it" in first
+    assert "16 rows are lost, of the steps 0 to 15: " in second
+    assert "no answer within 0.2 s" in second
+    assert disk.writes == 1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+    # The thread that hung does what it was at, and only then another goes on behind that.
+    monkeypatch.setattr(Backlog, "SECONDS", 60)
+    disk.over.set()
+    assert fit(logger) == []
+    assert steps_of(logger)[-16:] == list(range(16))
+
+
+@KINDS
+def test_what_waits_for_a_disk_that_hangs_is_limited(tmp_path, monkeypatch, kind):
+    disk = Hanging(monkeypatch)
+    logger = kind(tmp_path)
+    monkeypatch.setattr(type(logger), "MOST_WAITING", 3 * 64 if kind is tensorboard_logger else 3)
+    logger = kind(tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    assert disk.begun.wait(60)
+    with pytest.warns(RuntimeWarning) as told:  # noqa: PT031 - what several calls tell in all
+        for step in range(1, 16):
+            logger.log_metrics({"loss": 0.0}, step)
+        disk.over.set()
+        logger.barrier(0)
+        logger.close()
+        logger.trouble.sum_up()
+    assert "the disk does not answer; training goes on" in str(told[0].message)
+    assert "13 rows are lost, of the steps 1 to 13: " in str(told[-1].message)
+    assert steps_of(logger) == [0, 14, 15]
+
+
+@KINDS
+def test_what_is_to_be_written_is_there_when_a_process_ends_without_close(tmp_path, monkeypatch, kind):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    logger = kind(tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    for one in at_exit:
+        one()
+    assert steps_of(logger) == [0]
+    gone = []
+    monkeypatch.setattr(atexit, "unregister", gone.append)
+    logger.close()
+    assert gone == at_exit
+
+
+def log_elsewhere(logger):
+    logger.log_metrics({"loss": 0.0}, 1)
+    logger.close()
+
+
+@KINDS
+def test_a_forked_process_writes_what_it_is_given(tmp_path, kind):
+    logger = kind(tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    logger.save()  # the thread has begun, and does not come along
+    child = multiprocessing.get_context("fork").Process(target=log_elsewhere, args=(logger,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    written = len(list(logger.folder.iterdir()))
+    assert written == (2 if kind is tensorboard_logger else 1)
+    if kind is not tensorboard_logger:
+        assert steps_of(logger) == [0, 1]
+
+
+class Says(Callback):
+    """Gives the logger what no line of JSON can hold."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 3:
+            trainer.logger.log_metrics({"a": "b"}, 3)
+
+
+def test_a_mistake_in_the_thread_ends_training(tmp_path):
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        fit(json_logger(tmp_path), Says())
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        fit(JSONLinesLogger(tmp_path), Says())  # found at the end
+
+
+def test_the_writer_of_tensorboard_and_the_logger_write_one_file_in_order(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    logger.experiment.add_scalar("loss", 1.0, 1)
+    logger.log_metrics({"loss": 2.0}, 2)
+    logger.experiment.flush()
+    assert steps_of(logger) == [0, 1, 2]
+
+
+def test_a_barrier_does_not_wait_for_what_comes_behind_it():
+    outbox = Outbox(lambda items: outbox.put(items[0] + 1), most_at_once=1)  # never empty
+    outbox.put(0)
+    assert outbox.wait(60)
+    assert outbox.close(60)
+
+
+def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path, monkeypatch):
+    disk, logger = Hanging(monkeypatch), csv_logger(tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    assert disk.begun.wait(60)
+    assert logger.state_dict()["rows"] == 1  # what waits is counted, nobody waits for the disk
+    with pytest.warns(
+        RuntimeWarning, match=r"cannot write .*log: the disk has not answered within 0.2 s; training goes on"
+    ):
+        logger.save()
+    disk.over.set()
+    logger.barrier(0)
+    logger.close()
+    assert steps_of(logger) == [0]
