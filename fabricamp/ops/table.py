@@ -111,7 +111,7 @@ class Table:
     def partial(self) -> Tensor:
         """Memory for one fp32 number per chunk."""
         if self._partial is None:
-            self._partial = torch.empty(self.chunks, dtype=torch.float32, device=self.device)
+            self._partial = torch.empty(self._chunks, dtype=torch.float32, device=self.device)
         return self._partial
 
     def numbers(self, count: int) -> Tensor:
@@ -319,7 +319,7 @@ class Table:
         run = self._kernels.get((file, function))
         if run is None:
             run = self._kernels[file, function] = bridge.kernel(file, function, tuple(self._kinds), self.device)
-        run(self.chunks if blocks is None else blocks, THREADS, self._as_struct(), *arguments)
+        run(self._chunks if blocks is None else blocks, THREADS, self._as_struct(), *arguments)
         if stands:
             for stand in [one for column in self._stands[first_written:] for one in column.values()]:
                 stand.tensor.copy_(stand.dense)

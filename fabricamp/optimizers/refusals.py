@@ -78,11 +78,12 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[Part] | None, parameter
 
 def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[Part] | None) -> None:
     """Raises UnsupportedError where a captured step would read what :meth:`gather` found for eager ones."""
-    if any(is_capturing(part.device) and not part.holds_captured for part in parts or ()):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would write "
-            "over what the graph reads; call gather within the capture too"
-        )
+    for part in parts or ():
+        if is_capturing(part.device) and not part.holds_captured:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would "
+                "write over what the graph reads; call gather within the capture too"
+            )
 
 
 def name_of(optimizer: Optimizer, place: int) -> str:

@@ -58,7 +58,8 @@ def _before_any_module(module: nn.Module, args: Any, kwargs: Any = None) -> tupl
     """Hooks a module that a step calls for the first time; one without a boundary brings no ``kwargs``."""
     if kwargs is None or not CALLS.armed or CALLS.stack or current_backward() != -1:
         return None
-    boundary: Boundary = _table(module)[_KEY]
+    hooks: Any = module._forward_pre_hooks_with_kwargs
+    boundary: Boundary = hooks[_KEY]
     if boundary.handles or not boundary.is_of(module):
         return None  # its own hooks run next
     boundary.hook(module)
@@ -129,13 +130,19 @@ class Boundary:
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Returns the arguments in the module's own dtype; None where that is none in particular."""
-        return None if self.dtype is None else (cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype))
+        if self.dtype is None:
+            return None
+        return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype) if kwargs else kwargs
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is still what the boundary was made for, not a copy that was converted to something else."""
         # A replica of DataParallel's has its weights as plain attributes.
-        own = self.dtype is None or getattr(module, "_is_replica", False)
-        return own or any(parameter.dtype == self.dtype or is_shard(parameter) for parameter in module.parameters())
+        if self.dtype is None or getattr(module, "_is_replica", False):
+            return True
+        for parameter in module.parameters():  # noqa: SIM110 - as a rule the first one tells, and `any` makes two calls more
+            if parameter.dtype == self.dtype or is_shard(parameter):
+                return True
+        return False
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, or its exception: casts what goes to the step."""
