@@ -22,7 +22,7 @@ def settings():
     with contextlib.suppress(RuntimeError):
         legacy = torch.get_float32_matmul_precision(), b.cudnn.allow_tf32
     places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
-    collector = gc.get_threshold(), gc.get_freeze_count() > 0, gc.isenabled()
+    collector = gc.get_threshold(), gc.isenabled()
     return legacy, tuple(one.fp32_precision for one in places), b.cudnn.benchmark, collector
 
 
