@@ -6,8 +6,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import random
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +17,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Call, Outbox
+from fabricamp.loggers.own_numbers import give_numbers_of_its_own
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.say_once import say_once
 
@@ -33,7 +32,6 @@ LAST_SECONDS = 30.0
 _OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 """The package's own looks into torch and at the output: each would cost steps, or take part in the progress bar."""
-_NUMBERS = random.SystemRandom()
 
 
 class CometLogger(Logger):
@@ -222,16 +220,5 @@ def _package() -> Any:
         package = importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
         raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
-    _give_numbers_of_its_own()
+    give_numbers_of_its_own("comet_ml", "urllib3")
     return package
-
-
-def _give_numbers_of_its_own() -> None:
-    """Lets the package draw from the system what it draws from Python's generator.
-
-    Its threads and ours draw at any time, and that generator is the run's: each draw would change what a user's code draws next.  A
-    resumed run restores it, and an offline archive that is named by it would replace the archive of the run before.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("comet_ml.") and getattr(module, "__dict__", {}).get("random") is random:
-            module.random = _NUMBERS  # type: ignore[attr-defined]

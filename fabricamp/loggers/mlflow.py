@@ -17,6 +17,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Outbox, in_time
+from fabricamp.loggers.own_numbers import give_numbers_of_its_own
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.loggers.uploads import Saved, Uploads
 from fabricamp.say_once import say_once
@@ -239,7 +240,7 @@ class MLFlowLogger(Logger):
             client = self._client()
             if self._run_id is None:
                 self._experiment_id = self._find_experiment(client)
-                context = importlib.import_module("mlflow.tracking.context.registry")
+                context = _import_mlflow("mlflow.tracking.context.registry")
                 run = client.create_run(self._experiment_id, tags=context.resolve_tags(self.tags))
                 self._run_id, self._made = run.info.run_id, True
             else:
@@ -342,13 +343,15 @@ class MLFlowLogger(Logger):
 
 def _import_mlflow(module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "mlflow":
             raise
         raise ModuleNotFoundError(
             'MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"', name="mlflow"
         ) from error
+    give_numbers_of_its_own("mlflow", "urllib3", "databricks")
+    return found
 
 
 def _files_in(save_dir: str | os.PathLike[str] | None) -> str:

@@ -19,6 +19,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.outbox import Call, Outbox
+from fabricamp.loggers.own_numbers import give_numbers_of_its_own
 from fabricamp.loggers.run_folder import edges_of, showable, writes
 from fabricamp.loggers.uploads import Uploads
 
@@ -310,6 +311,7 @@ class WandbLogger(Logger):
     def _run(self) -> Any:
         """The run that is open in this process or the one that started it, else a new one."""
         package = _package()
+        give_numbers_of_its_own("wandb", "urllib3")
         if self._attach_id is not None:
             return package._attach(self._attach_id)
         if package.run is not None:

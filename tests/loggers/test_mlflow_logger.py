@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import random
 import socket
 import threading
 import time
@@ -238,6 +239,24 @@ def test_a_server_that_refuses_costs_the_rows(tmp_path):
     assert "refused" in first
     assert first.endswith("training goes on, and what is lost is told at its end")
     assert last.startswith("MLFlowLogger: 8 rows are lost, of the steps 0 to 7")
+
+
+def test_nothing_is_drawn_from_pythons_generator(tmp_path, monkeypatch):
+    """Neither for a name, which the next seeded run would draw again, nor for the pause before the next attempt."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0.001")
+    random.seed(7)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        fit_with_trouble(f"http://127.0.0.1:{taken.getsockname()[1]}")
+    names = []
+    for folder in ("a", "b"):
+        logger = MLFlowLogger(save_dir=tmp_path / folder)
+        names.append(logger.experiment.get_run(logger.run_id).info.run_name)
+        logger.close()
+    assert random.random() == random.Random(7).random()
+    assert names[0] != names[1]
 
 
 def test_a_server_that_never_answers_holds_no_step_up(monkeypatch):

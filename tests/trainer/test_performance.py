@@ -74,11 +74,11 @@ def test_without_one_nothing_is_set():
 def test_max_lasts_as_long_as_the_run():
     with unchanged():
         module = fit("max")
-    legacy, places, benchmark, (threshold, frozen, enabled) = module.seen
+    legacy, places, benchmark, (threshold, enabled) = module.seen
     assert legacy == ("high", True)
     assert (places[0], places[2:]) == ("tf32", ("tf32", "tf32"))
     assert benchmark
-    assert (threshold[0], frozen, enabled) == (100_000, True, True)
+    assert (threshold[0], enabled) == (100_000, True)
     assert module.formats == [True, True]
     assert all(one.weight.is_contiguous() for one in module.conv)
 
