@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabricamp.engine.session import Session
+    from fabricamp.trainer import Trainer
 
 NAME = "run.json"
 _LOG = logging.getLogger("fabricamp")
@@ -38,7 +39,7 @@ def recorded(session: Session) -> Iterator[None]:
         return
     content: dict[str, Any] = {}
     with _never_an_error():
-        beginning = _beginning(session)
+        beginning = _beginning(session, folder)
         _make_room(folder)
         _write(session, folder, beginning)
         content = beginning
@@ -74,7 +75,11 @@ def _folder_of(session: Session) -> Path | None:
     trainer = session.trainer
     if not trainer.is_global_zero or trainer.fast_dev_run:
         return None
-    return next((Path(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
+    return next(iter(_log_folders(trainer)), None)
+
+
+def _log_folders(trainer: Trainer) -> list[Path]:
+    return list(dict.fromkeys(Path(one.log_dir) for one in trainer.loggers if one.log_dir is not None))
 
 
 def _make_room(folder: Path) -> None:
@@ -92,7 +97,7 @@ def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
     replace_text(folder / NAME, text + "\n", private=private)
 
 
-def _beginning(session: Session) -> dict[str, Any]:
+def _beginning(session: Session, folder: Path) -> dict[str, Any]:
     trainer, module = session.trainer, session.module
     owners = [kept_by(one) for one in (session.source.datamodule, module) if one is not None]
     hyperparameters: dict[str, Any] = {}
@@ -104,6 +109,7 @@ def _beginning(session: Session) -> dict[str, Any]:
         "started": _now(),
         "command": masked(sys.orig_argv),
         "folder": str(Path.cwd()),
+        "other_log_folders": [os.path.relpath(one, folder) for one in _log_folders(trainer) if one != folder],
         "process": {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())},
         "first_step": trainer.state.global_step,
         "ckpt_path": hidden(trainer.ckpt_path),

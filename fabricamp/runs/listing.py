@@ -24,9 +24,13 @@ _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 
 
 class Summary(NamedTuple):
-    """One run; ``status`` is finished, interrupted, failed, running, killed or unknown."""
+    """One run; ``status`` is finished, interrupted, failed, running, killed or unknown.
+
+    ``others`` are the folders of its other loggers.
+    """
 
     folder: Path
+    others: tuple[Path, ...]
     started: str
     steps: int | None
     best: dict[str, float]
@@ -47,7 +51,8 @@ def summarise(folder: Path) -> Summary:
     if steps is None or not best:
         logged_steps, logged_best = _from_logs(folder)
         steps, best = logged_steps if steps is None else steps, best or logged_best
-    return Summary(folder, str(content.get("started", "")), steps, best, status, reason)
+    others = tuple((folder / str(one)).resolve() for one in content.get("other_log_folders", ()))
+    return Summary(folder, others, str(content.get("started", "")), steps, best, status, reason)
 
 
 def show(folder: str | Path, console: Console | None = None) -> None:
@@ -58,6 +63,8 @@ def show(folder: str | Path, console: Console | None = None) -> None:
         raise ConfigError(
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is no folder'}; give the folder of runs"
         )
+    others = {one for run in found for one in run.others}
+    found = [run for run in found if run.folder.resolve() not in others]
     table = Table()
     for title in ("run", "started", "steps", "best", "how it ended"):
         table.add_column(title, overflow="fold", justify="right" if title == "steps" else "left")

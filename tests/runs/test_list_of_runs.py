@@ -8,7 +8,7 @@ import pytest
 
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.cli import main
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, JSONLinesLogger
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -34,6 +34,18 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
     assert [row[2] for row in rows[1:]] == ["3", "8"]
     assert [row[4] for row in rows[1:]] == ["max_steps=3 reached", "max_epochs=1 reached"]
     assert rows[2][3].startswith("val_loss ")
+
+
+def test_a_run_with_several_loggers_is_one_row(tmp_path, capsys):
+    loggers = [
+        CSVLogger(tmp_path, name="first"),
+        JSONLinesLogger(tmp_path, name="second"),
+        CSVLogger(tmp_path / "third"),
+    ]
+    quiet_trainer(logger=loggers, max_steps=1).fit(Classifier(), loader())
+    assert main(["runs", str(tmp_path)]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
+    assert "first/version_0" in row
 
 
 @pytest.mark.parametrize(("words", "message"), [(["."], "'.' holds no run"), (["nowhere"], "'nowhere' is no folder")])
