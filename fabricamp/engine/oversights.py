@@ -30,6 +30,22 @@ _STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 
+_OF_LIGHTNING_1 = {
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup",
+    "configure_sharded_model": "configure_model",
+}
+"""Hooks that Lightning 2 no longer calls, and what is called instead."""
+
 
 def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
     """Raises :class:`ConfigError` where ``module`` lacks what an entry point calls."""
@@ -96,7 +112,8 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
     for name, value in {name: value for one in classes for name, value in vars(one).items()}.items():
         if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
             continue
-        for meant in get_close_matches(name, hooks, n=1, cutoff=_NEAR):
+        successor = _OF_LIGHTNING_1.get(name, "")
+        for meant in [successor] if hasattr(base, successor) else get_close_matches(name, hooks, n=1, cutoff=_NEAR):
             if not any(
                 name in vars(one) and meant in vars(one) for one in classes
             ):  # else it is a helper of the hook's

@@ -110,6 +110,14 @@ def test_a_misspelt_hook_is_told_of(caplog):
     assert list(misspelt_hooks(data, DataModule)) == [("trian_dataloader", "train_dataloader")]
 
 
+def test_a_hook_that_lightning_2_calls_no_more_is_told_of():
+    old = {"on_epoch_end": "on_train_epoch_end", "on_keyboard_interrupt": "on_exception", "on_init_end": "setup"}
+    callback = type("Old", (Callback,), {name: lambda *arguments: None for name in old})()
+    assert dict(misspelt_hooks(callback, Callback)) == old
+    both = type("Both", (Callback,), {name: lambda *arguments: None for name in ("on_epoch_end", "on_train_epoch_end")})
+    assert list(misspelt_hooks(both(), Callback)) == []
+
+
 def test_no_hook_of_the_package_is_taken_for_a_misspelt_one():
     from fabricamp import callbacks
 
