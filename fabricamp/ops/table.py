@@ -319,26 +319,27 @@ class Table:
         run = self._kernels.get((file, function))
         if run is None:
             run = self._kernels[file, function] = bridge.kernel(file, function, tuple(self._kinds), self.device)
-        run(self._chunks if blocks is None else blocks, THREADS, self._as_struct(), *arguments)
+        struct = self._struct
+        if not struct.lines or (not struct.scalars and self._device_scalars is not None):
+            struct = self._struct = self._as_struct()
+        run(self._chunks if blocks is None else blocks, THREADS, struct, *arguments)
         if stands:
             for stand in [one for column in self._stands[first_written:] for one in column.values()]:
                 stand.tensor.copy_(stand.dense)
 
     def _as_struct(self) -> ctypes.Structure:
-        struct, scalars = self._struct, self._device_scalars
-        if not struct.lines or (scalars is not None and not struct.scalars):
-            self._struct = struct = _Struct(
-                lines=self._uploaded.data_ptr(),
-                chunk_rows=self._chunk_rows.data_ptr(),
-                scalars=0 if scalars is None else scalars.data_ptr(),
-                tickets=self._tickets.data_ptr(),
-                rows=self.rows,
-                chunk_size=self._chunk_size,
-                columns=len(self._columns),
-                scalars_per_group=len(self._scalars[0]) if self._scalars else 0,
-                flag_cell=self._flag_cell,
-            )
-        return struct
+        scalars = self._device_scalars
+        return _Struct(
+            lines=self._uploaded.data_ptr(),
+            chunk_rows=self._chunk_rows.data_ptr(),
+            scalars=0 if scalars is None else scalars.data_ptr(),
+            tickets=self._tickets.data_ptr(),
+            rows=self.rows,
+            chunk_size=self._chunk_size,
+            columns=len(self._columns),
+            scalars_per_group=len(self._scalars[0]) if self._scalars else 0,
+            flag_cell=self._flag_cell,
+        )
 
 
 def _devices(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -25,10 +25,10 @@ from fabricamp.torch_private import current_backward, global_forward_pre_hooks
 
 
 class _Calls(threading.local):
-    """Whether this thread is in the user's step, and inside which modules with hooks of a boundary (their ids)."""
+    """Whether this thread is in the user's step and watches it, and inside which modules with hooks of a boundary (their ids)."""
 
     def __init__(self) -> None:
-        self.armed = False
+        self.armed = self.watching = False
         self.stack: list[int] = []  # ids: torch.compile cannot trace a module that goes into a list twice
 
 
@@ -44,6 +44,7 @@ _LOCK = threading.Lock()
 
 def _watch(wanted: bool) -> None:
     """Registers the pre-hook of all modules for this thread, or removes it where no other thread wants it."""
+    CALLS.watching = wanted
     with _LOCK:
         if wanted:
             _WATCHING.add(threading.get_ident())
@@ -176,12 +177,15 @@ class InsideStep:
         self._saved.append((CALLS.armed, CALLS.stack, torch.is_autocast_cache_enabled()))
         CALLS.armed, CALLS.stack = self._armed, []
         torch.set_autocast_cache_enabled(not self._armed)
-        _watch(self._armed)
+        if CALLS.watching != self._armed:
+            _watch(self._armed)
 
     def __exit__(self, *_: object) -> None:
         CALLS.armed, CALLS.stack, cache = self._saved.pop()
         torch.set_autocast_cache_enabled(cache)
-        _watch(CALLS.armed and not CALLS.stack)
+        outside = CALLS.armed and not CALLS.stack
+        if CALLS.watching != outside:
+            _watch(outside)
 
 
 class OutsideStep(InsideStep):
