@@ -233,10 +233,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_export(commands: Any) -> None:
-    about = "write the weights of a checkpoint (.pt, .safetensors), or the module with them (.pt2, .onnx)"
+    about = (
+        "write the weights of a checkpoint (.pt, .safetensors), the module with them (.pt2, .onnx), "
+        "or all of it as one file (.ckpt) or a folder (name/)"
+    )
     export = _add_command(commands, "export", about)
     export.add_argument("checkpoint", help="a Trainer's file or folder, of any opt level")
-    export.add_argument("--to", required=True, metavar="FILE", help="its suffix decides the format")
+    export.add_argument("--to", required=True, metavar="FILE", help="how it ends decides the format")
     export.add_argument("--dtype", metavar="NAME", help="fp32, fp16, bf16 or fp64; by default what was trained")
     export.add_argument("--module", metavar="package.Class", help="the module's class, for .pt2 and .onnx")
     export.add_argument(

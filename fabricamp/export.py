@@ -10,6 +10,8 @@ import torch
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.folder import write_whole
+from fabricamp.checkpoint.places import is_folder
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +38,11 @@ def export(
 
     ``.pt`` (``torch.load``) and ``.safetensors`` get the weights by their names; ``.pt2`` (``torch.export.load``) and ``.onnx`` the
     module's ``forward`` too, in evaluation mode, whose first dimension may vary where the module lets it.  ``.ckpt`` is the whole
-    checkpoint as one file, where it is a folder of sharded tensors.
+    checkpoint as one file, also where it is a folder of sharded tensors, and a name that ends in ``/`` such a folder.
 
     Args:
         checkpoint: the file or folder, or a URL.
-        to: the file to write; its suffix decides the format.
+        to: the file or folder to write; how it ends decides the format.
         module: the class of the module, for ``.pt2`` and ``.onnx``: a checkpoint names no code.
         inputs: what ``forward`` takes; empty is the module's ``example_input_array``.
         dtype: "fp32", "fp16", "bf16" or "fp64" for all floating weights; None is what was trained: fp32 (at O2 and O5 the masters),
@@ -53,16 +55,19 @@ def export(
     Example:
         >>> export("last.ckpt", "weights.safetensors", dtype="bf16")  # doctest: +SKIP
     """
-    path = _checked(Path(to).expanduser(), dtype)
+    as_folder = str(to).endswith("/")
+    path = _checked(Path(to).expanduser(), dtype, whole=as_folder)
     content = read_checkpoint(checkpoint)
     weights = content.get("state_dict")
     if not isinstance(weights, dict):
         raise CheckpointError(
             f"{checkpoint} holds no 'state_dict' (it has {sorted(content)}); give a Trainer's checkpoint"
         )
-    if path.suffix == WHOLE:
-        write_checkpoint(path, content)
-        return f"{path}: the checkpoint of step {content.get('global_step')} as one file"
+    if as_folder or path.suffix == WHOLE:
+        (write_whole if as_folder else write_checkpoint)(path, content)
+        return (
+            f"{path}: the checkpoint of step {content.get('global_step')} as {'a folder' if as_folder else 'one file'}"
+        )
     wanted = _trained(content.get("amp")) if dtype is None else DTYPES[dtype]
     weights = {name: _as(value, wanted) for name, value in weights.items()}
     if path.suffix in WEIGHTS:
@@ -77,10 +82,11 @@ def export(
     return f"{path}: {module.__name__}.forward, {_dtypes(weights)}"
 
 
-def _checked(path: Path, dtype: str | None) -> Path:
-    if path.suffix not in (*WEIGHTS, *GRAPHS, WHOLE):
-        raise ConfigError(f"{str(path)!r} has no known format; end it in {', '.join((*WEIGHTS, *GRAPHS, WHOLE))}")
-    if dtype is not None and path.suffix == WHOLE:
+def _checked(path: Path, dtype: str | None, *, whole: bool) -> Path:
+    if not whole and path.suffix not in (*WEIGHTS, *GRAPHS, WHOLE):
+        endings = ", ".join((*WEIGHTS, *GRAPHS, WHOLE))
+        raise ConfigError(f"{str(path)!r} has no known format; end it in {endings}, or in / for a folder")
+    if dtype is not None and (whole or path.suffix == WHOLE):
         raise ConfigError(
             f"{path.name} with dtype={dtype!r}: a whole checkpoint keeps what was trained; leave dtype out"
         )
@@ -91,6 +97,8 @@ def _checked(path: Path, dtype: str | None) -> Path:
         raise CheckpointError(
             f"{path} cannot be written: there is no folder {path.parent}; make it, or give another one"
         )
+    if whole and path.is_dir() and not is_folder(str(path)):
+        raise CheckpointError(f"{path} is a folder already, and no checkpoint; give the name of a new one")
     if missing:
         raise ConfigError(f"{path.name} is written by packages that are not installed: pip install {' '.join(missing)}")
     return path

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.checkpoint import places
-from fabricamp.checkpoint.content import PRIVATE, check_content
+from fabricamp.checkpoint.content import PRIVATE, TENSORS, check_content
 from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.places import PARTIAL_SUFFIX
 from fabricamp.checkpoint.shards import (
@@ -52,6 +52,17 @@ def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: 
     ``path`` before is then untouched.
     """
     write_parts(path, *split(state), strategy)
+
+
+def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Writes ``state``, whose tensors are whole, as a folder at ``path``, of which ranks read their parts of weights and states."""
+    from fabricamp.strategies.base import Strategy
+
+    rest, shards = dict(state), dict[str, torch.Tensor]()
+    for key in rest.keys() & {"state_dict", "current_model_state", "optimizer_states"}:
+        rest[key], found = split(state[key], key, lambda one: type(one) in TENSORS and one.dim() > 0)
+        shards |= found
+    write_parts(path, rest, shards, Strategy())
 
 
 def write_parts(

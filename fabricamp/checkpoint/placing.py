@@ -27,12 +27,19 @@ class Placing:
 
     def place(self, name: str, saved: Any, like: Any) -> Any:
         """Returns ``saved``, which has this name on disk, sharded as ``like`` is; its values may come with :meth:`read`."""
-        if not isinstance(saved, Tensor) or is_shard(saved) or not (is_shard(like) and saved.shape == like.shape):
+        if not isinstance(saved, Tensor) or is_shard(saved):
             return saved
+        sharded = is_shard(like) and saved.shape == like.shape
         if saved.is_meta:
-            target = torch.empty_like(like.detach(), dtype=saved.dtype)
+            target = (
+                torch.empty_like(like.detach(), dtype=saved.dtype)
+                if sharded
+                else torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+            )
             self._targets[name] = target
             return target
+        if not sharded:
+            return saved
         from torch.distributed.tensor import distribute_tensor
 
         # Without an exchange: each rank has read its own.

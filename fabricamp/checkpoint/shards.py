@@ -46,8 +46,8 @@ _KNOWN: Final = {
 """All that DCP's own metadata of tensors is made of."""
 
 
-def split(value: Any, place: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Returns ``value`` with tensors on the meta device for the sharded ones in it, and these by their places.
+def split(value: Any, place: str = "", wanted: Callable[[Any], bool] = is_shard) -> tuple[Any, dict[str, Tensor]]:
+    """Returns ``value`` with tensors on the meta device for the sharded ones (or ``wanted``) in it, and these by their places.
 
     Raises :class:`CheckpointError` for a tensor that is on the meta device already.
     """
@@ -65,7 +65,7 @@ def split(value: Any, place: str = "") -> tuple[Any, dict[str, Tensor]]:
             raise CheckpointError(
                 f"{place} is a tensor on the meta device, which has no values to save; materialise it"
             )
-        if not is_shard(value):
+        if not wanted(value):
             return value
         assert place not in shards, place
         shards[place] = value.detach()
@@ -98,7 +98,9 @@ def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
 def write_shards(folder: Path, shards: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
     """Writes what each rank holds of ``shards`` into ``folder``, on disk for good; every rank calls it, and meets in ``group``."""
     writer = FileSystemWriter(folder)
-    _told(lambda: save(dict(shards), storage_writer=writer, process_group=group), "cannot be written")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
+        _told(lambda: save(dict(shards), storage_writer=writer, process_group=group), "cannot be written")
 
 
 def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, int]) -> None:

@@ -76,6 +76,18 @@ def test_a_folder_becomes_one_file_and_weights_for_others(state, tmp_path):
         export(path, tmp_path / "whole.ckpt", dtype="fp16")
 
 
+def test_one_file_becomes_a_folder(state, tmp_path):
+    export(written(tmp_path / "a.ckpt", state), tmp_path / "whole.ckpt")
+    assert export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/").endswith("parts: the checkpoint of step 5 as a folder")
+    check(read_checkpoint(tmp_path / "parts"))
+    header = read_header(str(tmp_path / "parts"))
+    assert header["state_dict"]["weight"].is_meta
+    with pytest.raises(ConfigError, match=r"parts with dtype='fp16': a whole checkpoint keeps what was trained"):
+        export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/", dtype="fp16")
+    with pytest.raises(CheckpointError, match="is a folder already, and no checkpoint"):
+        export(tmp_path / "whole.ckpt", f"{tmp_path}/")
+
+
 def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_path):
     path, second, link = written(tmp_path / "a.ckpt", state), tmp_path / "b.ckpt", tmp_path / "last.ckpt"
     assert not places.has_other_names(str(path))

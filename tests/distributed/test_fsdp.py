@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fabricamp import Callback, seed_everything
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.export import export
 from fabricamp.strategies import FSDP
 from fabricamp.strategies.first_values import leave_meta
 from fabricamp.utilities.grads import grad_norm
@@ -64,6 +65,7 @@ def on_two_ranks(folder):
     for cell in RESUMED:
         found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=folder_of(folder, cell))
     found["from a file"] = fitted(CELLS[0], "fsdp", 4, ckpt_path=folder / "single.ckpt")
+    found["from a folder of it"] = fitted(CELLS[0], "fsdp", 4, ckpt_path=folder / "parts")
     found["meta"] = meta_weights()
     found["printed"] = printed()
     found["overflow"] = overflow_on_one_rank()
@@ -251,6 +253,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     fitted(CELLS[0], "single", 8, save=folder / "single.ckpt")
+    export(folder / "single.ckpt", f"{folder}/parts/")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
@@ -287,6 +290,7 @@ def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
 
 def test_a_file_of_one_process_goes_on_sharded(ranks):
     assert torch.allclose(ranks[0]["from a file"][0], alone(CELLS[0])[0], rtol=0, atol=1e-6)
+    assert torch.equal(ranks[0]["from a folder of it"][0], ranks[0]["from a file"][0])
 
 
 def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder):
