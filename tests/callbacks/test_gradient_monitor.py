@@ -214,6 +214,7 @@ def test_weights_and_biases_takes_histograms(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(save_dir=tmp_path, version="abc")
+    _ = logger.experiment  # W&B's service may take longer to start on a busy machine than the end of a fit waits
     trainer = quiet_trainer(
         max_steps=2, log_every_n_steps=2, callbacks=[GradientMonitor(histograms=True)], logger=logger
     )
