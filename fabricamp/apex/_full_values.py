@@ -72,9 +72,6 @@ class _FullOnSave:
         self._full = full
         self._widened: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FullOnSave:
-        return _FullOnSave(MasterWeights())
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _FullOnSave, (MasterWeights(),)
 

@@ -152,9 +152,6 @@ class _RefreshOnLoad:
     def __init__(self, full: dict[Tensor, FullValue]) -> None:
         self._full = full
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RefreshOnLoad:
-        return _RefreshOnLoad({})
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _RefreshOnLoad, ({},)
 

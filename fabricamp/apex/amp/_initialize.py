@@ -113,9 +113,6 @@ class _WrapperNotice:
     def __init__(self, conversion: Conversion | None) -> None:
         self._conversion = conversion
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _WrapperNotice:
-        return _WrapperNotice(None)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _WrapperNotice, (None,)
 
