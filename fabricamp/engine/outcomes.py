@@ -32,7 +32,7 @@ class Outcomes:
         self._unreported_skips = 0
 
     def note_closed(self) -> None:
-        """Counts an update window, and acts on what became of the one ``lag`` windows ago; its end is launched already."""
+        """Counts an update window, and acts on what became of the one two windows ago; its end is launched already."""
         verdict = self._verdicts.note_closed()
         if verdict is None:
             return

@@ -114,8 +114,8 @@ def bands(times: dict[int, dict[Runner, float]]) -> Bands:
     return made
 
 
-def measure_card(device: torch.device, tell: Callable[[str], object] = print) -> Card:
-    """Returns the table of ``device``, a minute or two of measurements; ``tell`` gets a line of every dtype."""
+def measure_card(device: torch.device) -> Card:
+    """Returns the table of ``device``, a minute or two of measurements; prints a line for every dtype."""
     choices: dict[str, dict[str, Bands]] = {}
     with torch.cuda.device(device):
         for op, case in CASES.items():
@@ -125,7 +125,7 @@ def measure_card(device: torch.device, tell: Callable[[str], object] = print) ->
                 torch.cuda.empty_cache()
                 found = choices[op][dispatch.name_of(dtype)] = bands(times)
                 gains = "  ".join(f"{width}: {one['torch'] / one['cupy']:.2f}x" for width, one in times.items())
-                tell(f"{op} {dispatch.name_of(dtype)}: {gains}  -> {found or 'torch'}")
+                print(f"{op} {dispatch.name_of(dtype)}: {gains}  -> {found or 'torch'}")
     return {"measured": about(device), "choices": choices}
 
 

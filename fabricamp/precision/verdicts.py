@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.precision.loss_scaler import LAG, SLOTS, LossScaler, Overflow, Verdict
+from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, Verdict
 from fabricamp.precision.nonfinite import described
 from fabricamp.strategies.base import Strategy
 
@@ -26,9 +26,6 @@ class Verdicts:
     ``dynamic``: whether the loss scale moves.
     ``schedules_follow``: learning-rate schedules follow applied windows; not where the first one that is not applied is the end.
     """
-
-    lag: Final = LAG
-    """How many windows later :meth:`close_window` tells what became of one."""
 
     def __init__(self, scaler: LossScaler, policy: str | None, *, dynamic: bool) -> None:
         self.scaler = scaler
@@ -83,7 +80,7 @@ class Verdicts:
         self._module, self._bindings = None, ()
 
     def close_window(self, loss: Tensor | None) -> Verdict | None:
-        """Ends an update window; returns what became of the window ``lag`` windows ago, None before there is one."""
+        """Ends an update window; returns what became of the one two windows ago, None before there is one."""
         self.launch_close(loss)
         return self.note_closed()
 

@@ -55,7 +55,7 @@ def summarise(folder: Path) -> Summary:
     return Summary(folder, others, str(content.get("started", "")), steps, best, status, reason)
 
 
-def show(folder: str | Path, console: Console | None = None) -> None:
+def show(folder: str | Path) -> None:
     """Prints the table of the runs below ``folder``; raises :class:`ConfigError` where there are none."""
     root = Path(folder).expanduser()
     found = [summarise(one) for one in find_runs(root)] if root.is_dir() else []
@@ -75,7 +75,7 @@ def show(folder: str | Path, console: Console | None = None) -> None:
         words = [] if one.status == "finished" and one.reason else [one.status]
         ended = Text(": ".join([*words, *([one.reason] if one.reason else [])]), _STYLES.get(one.status, "yellow"))
         table.add_row(Text(name), started, "" if one.steps is None else str(one.steps), Text(best), ended)
-    (console or Console(highlight=False)).print(table)
+    Console(highlight=False).print(table)
 
 
 def _living(process: Any) -> tuple[str, str]:

@@ -54,13 +54,11 @@ class StopAgreement:
     Args:
         state: the run's counters.
         strategy: says how many ranks there are.
-        timeout: seconds that a rank which holds waits for the others' promises (which do not need their main threads).
     """
 
-    def __init__(self, state: RunState, strategy: Strategy, timeout: float = ANSWER_SECONDS) -> None:
+    def __init__(self, state: RunState, strategy: Strategy) -> None:
         self._state = state
         self._strategy = strategy
-        self._timeout = timeout
         self._stop_at: _Place | None = None
         self._published = False
         self._store: Store | None = None
@@ -136,7 +134,7 @@ class StopAgreement:
     def wait_for_answers(self) -> None:
         """Waits until every rank has answered the request, or could have."""
         if self._strategy.world_size > 1:
-            self._settled.wait(self._timeout)
+            self._settled.wait(ANSWER_SECONDS)
 
     def forget(self) -> None:
         """Nobody holds any more."""
@@ -205,7 +203,7 @@ class StopAgreement:
         why = f"; the store of the process group is gone ({self.lost.splitlines()[0]})" if self.lost else ""
         if self._store is not None and not self.lost:
             missing = ", ".join(map(str, self.missing(self._store)))
-            why = f": no answer from rank {missing} within {self._timeout:g} s"
+            why = f": no answer from rank {missing} within {ANSWER_SECONDS:g} s"
         return (
             f"rank {self._strategy.rank} was asked to stop ({self.reason or self.asked}) and waited at micro-batch "
             f"{self._state.batches_done} for the ranks to agree where{why}; see what ended or blocks them"

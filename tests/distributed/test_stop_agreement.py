@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fabricamp.errors import DistributedError
 from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
-from fabricamp.watchdog import StopAgreement, Watchdog, interrupts
+from fabricamp.watchdog import StopAgreement, Watchdog, interrupts, stop
 from tests.distributed.ranks import run_ranks, side_by_side
 
 
@@ -169,7 +169,7 @@ def one_ends_and_one_holds():
     watchdog.close()
 
     state, watchdog = watched()
-    watchdog.agreement._timeout = 1.0
+    stop.ANSWER_SECONDS = 1.0
     message = ""
     if rank == 1:
         watchdog._closing.wait = lambda _seconds: threading.Event().wait()  # its thread is dead
