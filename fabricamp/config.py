@@ -18,6 +18,7 @@ from fabricamp.errors import ConfigError, advice, meant, nearest
 from fabricamp.files import replace_text
 from fabricamp.masking import hidden
 from fabricamp.module import TrainingModule
+from fabricamp.state import TrainerFn
 from fabricamp.trainer import Trainer
 
 TARGET = "_target_"
@@ -142,8 +143,25 @@ class SaveConfig(Callback):
         self.content = dict(content)
         self._private = private
 
-    def setup(self, trainer: Trainer, module: TrainingModule, stage: str) -> None:
-        """Writes the file, on rank 0; nothing where nothing is logged."""
+    def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Writes the file, now that nothing can be refused any more: what cannot begin leaves no folder."""
+        self._write(trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """The same; the file of a fit is there already."""
+        if trainer.state.fn is TrainerFn.VALIDATING:
+            self._write(trainer)
+
+    def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """The same."""
+        self._write(trainer)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
+        """The same."""
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        """On rank 0; nothing where nothing is logged."""
         folder = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None
         if folder is None or not trainer.is_global_zero:
             return

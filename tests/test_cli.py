@@ -217,6 +217,18 @@ def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
     assert "Traceback" not in error
 
 
+def test_a_run_that_cannot_begin_leaves_no_folder():
+    assert main(["fit", "config.yaml", "module.fail=early"]) == 2
+    assert list(Path.cwd().glob("*/version_*")) == []
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_writes_its_configuration_too(command):
+    assert main([command, "config.yaml", "module.lr=3e-4"]) == 0
+    (copy,) = Path.cwd().rglob("version_0/config.yaml")
+    assert "lr: 0.0003" in copy.read_text()
+
+
 def test_nothing_given_prints_the_help(capfd):
     assert main([]) == 2
     out = capfd.readouterr().out

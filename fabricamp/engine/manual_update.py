@@ -30,6 +30,7 @@ class ManualUpdate(Update):
         self._clips: dict[Optimizer, Clip] = {}
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step had used
+        self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the user's step; one in which an optimizer stepped makes a window."""
@@ -65,6 +66,8 @@ class ManualUpdate(Update):
             finally:
                 self._parts.metrics.muted = False
         result = closure() if closure is not None else None
+        if self._scales and self.loss is None and not self._accumulates:
+            self._check_unscaled(optimizer)
         gradients = self._parts.strategy.reduce_gradients(self._parts.precision.gradients(optimizer))
         if self._bound.before_step:
             self._parts.precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
@@ -73,6 +76,15 @@ class ManualUpdate(Update):
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result
+
+    def _check_unscaled(self, optimizer: Optimizer) -> None:
+        """Raises :class:`ConfigError` for gradients that were never multiplied by the loss scale, and would be divided by it."""
+        precision = self._parts.precision
+        if any(one.grad is not None for one in precision.gradients(optimizer).parameters):
+            raise ConfigError(
+                f"training_step left gradients without manual_backward: the step at precision {precision.name!r} would divide them "
+                "by a loss scale that they do not have; write self.manual_backward(loss) in place of loss.backward()"
+            )
 
     def _run_hooks(self, optimizer: Optimizer) -> Clip | None:
         """Runs the hooks before a step, one of which may ask for clipping."""

@@ -93,10 +93,16 @@ def returns_nothing(call: Any) -> bool:
     return bool(returned) and all(one.opname.endswith("_CONST") and one.argval is None for one in returned)
 
 
-def warn_of_misspelt_hooks(
-    module: TrainingModule, datamodule: DataModule | None, callbacks: Sequence[Callback]
+def warn_of_oversights(
+    module: TrainingModule, optimizers: Sequence[Any], datamodule: DataModule | None, callbacks: Sequence[Callback]
 ) -> None:
-    """Warns of methods whose names are nearly those of hooks that their classes leave alone."""
+    """Warns where nothing will be trained, and of methods whose names are nearly those of hooks that their classes leave alone."""
+    if module.automatic_optimization and not optimizers:
+        _LOG.warning(
+            "fabricamp: %s.configure_optimizers returned no optimizer: no weight will change; end it with 'return optimizer' where "
+            "one is meant",
+            type(module).__name__,
+        )
     owners: list[tuple[Any, type]] = [(module, TrainingModule), *((one, Callback) for one in callbacks)]
     if datamodule is not None:
         owners.append((datamodule, DataModule))

@@ -169,11 +169,11 @@ class Runner:
                 raise ConfigError(f"{name}: {words}")
         if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
             raise ConfigError(
-                f"{name} got {type(module).__name__}; give a module whose class derives from fabricamp.TrainingModule"
+                f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
             )
         if datamodule is not None and not _is_datamodule(datamodule):
             raise ConfigError(
-                f"datamodule is a {type(datamodule).__name__}, and not a fabricamp.DataModule; pass loaders as dataloaders"
+                f"datamodule is {_shown(datamodule)}, and not a fabricamp.DataModule; pass loaders as dataloaders"
             )
         if datamodule is not None and (train is not None or evaluation is not None):
             raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
@@ -219,6 +219,11 @@ class Runner:
 
     def _performance(self) -> Any:
         return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
+
+
+def _shown(value: object) -> str:
+    """The kind of what was given; of a class its own name."""
+    return f"the class {value.__name__}, not an instance" if isinstance(value, type) else type(value).__name__
 
 
 def _is_datamodule(value: object) -> bool:

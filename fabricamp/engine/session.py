@@ -25,7 +25,7 @@ from fabricamp.engine.optimizer_setup import (
     check_optimizers,
     parse_optimizers,
 )
-from fabricamp.engine.oversights import warn_of_misspelt_hooks
+from fabricamp.engine.oversights import warn_of_oversights
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
@@ -221,7 +221,7 @@ class Session:
     def fit_loop(self) -> FitLoop:
         """Runs what comes before the first batch, and returns the loop."""
         if self.trainer.is_global_zero:
-            warn_of_misspelt_hooks(self.module, self.source.datamodule, self.trainer.callbacks)
+            warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
         self.notices.begin()
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.global_step == 0):

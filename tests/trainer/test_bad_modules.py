@@ -22,7 +22,7 @@ def fit(module, *loaders, **options):
 
 
 def test_the_class_instead_of_an_instance():
-    with pytest.raises(ConfigError, match="fit got type"):
+    with pytest.raises(ConfigError, match="fit got the class Classifier, not an instance"):
         fit(Classifier)
 
 

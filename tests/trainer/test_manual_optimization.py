@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricamp import ConfigError, TrainingModule
+from fabricamp import ConfigError, OptLevel, TrainingModule
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -103,3 +103,25 @@ def test_several_optimizers_want_manual_optimization():
 def test_manual_backward_outside_is_an_error():
     with pytest.raises(ConfigError, match="automatic_optimization=False"):
         TwoPlayers().manual_backward(torch.zeros((), requires_grad=True))
+
+
+class PlainBackward(TwoPlayers):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.first(batch).mean().backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2", OptLevel("O4", loss_scale=128.0)])
+def test_gradients_without_the_loss_scale_are_refused_where_a_step_would_divide_by_it(precision):
+    with pytest.raises(ConfigError, match=r"write self.manual_backward\(loss\) in place of loss.backward\(\)"):
+        quiet_trainer(max_epochs=1, precision=precision).fit(PlainBackward(), batches())
+
+
+def test_a_plain_backward_is_as_good_where_nothing_is_scaled():
+    module = PlainBackward()
+    before = module.first.weight.detach().clone()
+    quiet_trainer(max_epochs=1, precision="O4").fit(module, batches())
+    assert not torch.equal(module.first.weight, before)

@@ -87,6 +87,14 @@ def test_an_epoch_without_a_step_says_why_once(caplog):
     assert caplog.text == ""
 
 
+def test_a_fit_without_an_optimizer_is_told_of_under_automatic_optimization_only(caplog):
+    fit(variant(configure_optimizers=lambda self: None))
+    assert caplog.text.count("Variant.configure_optimizers returned no optimizer: no weight will change") == 1
+    caplog.clear()
+    fit(variant(configure_optimizers=lambda self: None, training_step=forgets, automatic_optimization=False))
+    assert "returned no optimizer" not in caplog.text
+
+
 class Misspelt(Callback):
     def on_train_epoch_ends(self, trainer, module):
         raise AssertionError
