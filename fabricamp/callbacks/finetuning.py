@@ -152,9 +152,8 @@ class BaseFinetuning(Callback):
         ``lr`` None: the first group's, divided by ``initial_denom_lr``.  ``train_bn`` False: no parameter of BatchNorm is added.
         """
         norms = [one for one in BaseFinetuning.flatten_modules(modules) if isinstance(one, AnyBatchNorm)]
-        trained = {id(one) for one in BaseFinetuning.filter_params(norms)} & _updated_by(
-            optimizer
-        )  # as freeze left them
+        # As freeze left them.
+        trained = {id(one) for one in BaseFinetuning.filter_params(norms)} & _updated_by(optimizer)
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         unfrozen = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)

@@ -95,12 +95,10 @@ class Feed:
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
-        self.counts_alone = (
-            not self._marks
-        )  # the number of batches done tells where a pass stands, whatever is read ahead
-        self.hooks_between = finish is not None or (
-            hooked and not prefetch
-        )  # hooks of the user run behind the step before
+        self.counts_alone = not self._marks
+        """Whether the number of batches done tells where a pass stands, whatever is read ahead."""
+        self.hooks_between = finish is not None or (hooked and not prefetch)
+        """Whether hooks of the user run behind the step before."""
         self._ends_by_drawing = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -61,11 +61,10 @@ def wire_loader(
     there are several ranks ``from_first`` returns the first one's value on each of them: a run that one process began goes on in
     the order that its generator draws.
     """
+    options = {name: value for name, value in locals().items() if name != "loader"}
     if isinstance(loader, CombinedLoader):
-        options: dict[str, Any] = {"distributed_sampler": distributed_sampler, "overfit": overfit, "at_once": at_once}
-        options.update(per_sample_seed=per_sample_seed, device=device, in_batches=in_batches, from_first=from_first)
-        wire = functools.partial(wire_loader, train=train, rank=rank, world_size=world_size, seed=seed, **options)
-        return loader.map(wire)
+        return loader.map(functools.partial(wire_loader, **options))
+    place, places = (rank, world_size) if distributed_sampler else (0, 1)
     sampler = _plain_sampler(loader)
     if sampler is None:
         if per_sample_seed and train:
@@ -74,18 +73,16 @@ def wire_loader(
                 "torch's DataLoader with its default sampler over such a dataset, or leave per_sample_seed out"
             )
         if isinstance(loader, ResidentLoader):
-            place, places = (rank, world_size) if distributed_sampler else (0, 1)
             sharing = _resident_sampler(
                 loader, place, places, seed, train=train, shuffle=not overfit, in_batches=in_batches
             )
             return loader.shared_out(sharing, device)
         shared = (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
         if part := next((one for one in shared if isinstance(one, Sharded | LengthGroups)), None):
-            part.share_out(*((rank, world_size) if distributed_sampler else (0, 1)), train=train)
+            part.share_out(place, places, train=train)
         elif rank == 0:
             _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
         return loader
-    place, places = (rank, world_size) if distributed_sampler else (0, 1)
     if train:
         common = from_first if distributed_sampler else None
         options = {"shuffle": not overfit, "tags": per_sample_seed, "at_once": at_once, "from_first": common}

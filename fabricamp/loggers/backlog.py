@@ -181,9 +181,8 @@ class Backlog(Generic[Place]):
             dropped.append(one.step)
         self._asked = max(self._asked - len(dropped), 0)
         if dropped:
-            reason = (
-                f"{self._folder()}: the disk does not answer" if self._busy else ""
-            )  # else it is told what it answered
+            # Where it does answer, it is told what.
+            reason = f"{self._folder()}: the disk does not answer" if self._busy else ""
             self._losses.append(_Loss(reason, len(dropped), dropped))
 
     # -- of the thread -----------------------------------------------------------------------------------------------------------
