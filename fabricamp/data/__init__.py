@@ -1,6 +1,6 @@
 """Data on its way to the step: samplers that resume, loaders wired for the ranks, the feed to the device."""
 
-from fabricamp.data.combined import CombinedLoader, combine
+from fabricamp.data.combined import CombinedLoader, combine, leaves_of
 from fabricamp.data.datamodule import DataModule
 from fabricamp.data.feed import Feed
 from fabricamp.data.length_groups import LengthGroups
@@ -26,6 +26,7 @@ __all__ = [
     "combine",
     "draw_a_pass",
     "is_resident",
+    "leaves_of",
     "limit_batches",
     "loader_length",
     "look_for_doubles",

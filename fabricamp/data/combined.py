@@ -271,6 +271,11 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     return loaders
 
 
+def leaves_of(loader: Any) -> list[Any]:
+    """The loaders within a CombinedLoader that give batches of their own; of any other loader itself."""
+    return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+
+
 def _is_within(member: Any, mode: str) -> bool:
     """Whether ``member`` stands for a collection within a collection of loaders that are combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fabricamp.data.combined import CombinedLoader
+from fabricamp.data.combined import CombinedLoader, leaves_of
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import DrawnOrder, SeededOrder
 from fabricamp.data.position import draw_seed
@@ -118,7 +118,7 @@ def release_workers(loader: Any) -> None:
 
 def draw_a_pass(loader: Any) -> None:
     """Draws what beginning a pass over ``loader`` draws: the seed that torch gives to workers, of each loader in it."""
-    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+    for one in leaves_of(loader):
         if isinstance(one, DataLoader):
             draw_seed(one)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.data import CombinedLoader
+from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Notices:
 
 def _workers_of(loader: Any) -> Iterator[str]:
     """A line for each of torch's loaders whose workers do not stay, or stay because each sample has its own seed."""
-    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+    for one in leaves_of(loader):
         if not isinstance(one, DataLoader) or one.num_workers == 0:
             continue
         pinned = ", and their batches are pinned" if one.pin_memory else ""

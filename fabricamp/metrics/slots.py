@@ -77,11 +77,11 @@ class Cell:
 
     __slots__ = ("computed", "metric", "number", "owner", "per_step", "place", "published", "sent", "weight")
 
-    def __init__(self, published: Published, place: Tensor, owner: Slot | None = None) -> None:
+    def __init__(self, published: Published, place: Tensor) -> None:
         self.published = published
         self.per_step = published.per_step
         self.place = place
-        self.owner = owner
+        self.owner: Slot | None = None
         self.metric: Any = None
         self.computed: tuple[int, float] | None = None
         self.number = 0.0
@@ -180,16 +180,13 @@ class MetricTable:
 
     def add(self, published: Published, owner: Slot) -> Cell:
         """The cell of ``published`` for ``owner``; raises where another slot publishes under the same key."""
-        cell = self.cells.get(published.identity)
-        if cell is None:
-            cell = self.cells[published.identity] = Cell(published, self._place(len(self.cells)), owner)
-            self._signature = None
-        elif cell.owner is not None:
+        cell = self.restore(published)
+        if cell.owner is not None:
             raise ConfigError(
                 f"{cell.owner.arguments} in {cell.owner.scope.value} and {owner.arguments} in {owner.scope.value} "
                 f"would both be {published.key!r}; give one of them another name"
             )
-        elif cell.published.mode != published.mode:
+        if cell.published.mode != published.mode:
             raise ConfigError(
                 f"{owner.arguments} reduces {published.key!r} by {published.mode!r}, but another rank by "
                 f"{cell.published.mode!r}; log it with the same reduce_fx on every rank"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.data import CombinedLoader
+from fabricamp.data import leaves_of
 from fabricamp.data.lengths import known_length
 from fabricamp.engine.session import KINDS, LOADERS
 from fabricamp.errors import ConfigError
@@ -130,8 +130,7 @@ def _num_samples(trainer: Trainer) -> float:
     session = trainer._runner.session
     assert session is not None
     if session.fn is TrainerFn.FITTING:
-        loader = session.data.train_loader
-        loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+        loaders = leaves_of(session.data.train_loader)
     else:
         loaders = session.data.evaluation_loaders(LOADERS[KINDS[session.fn]])
     return max(known_length(getattr(one, "dataset", None)) for one in loaders)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fabricamp.data import CombinedLoader
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,17 +32,6 @@ def module_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         kept.give_back()
-
-
-@contextlib.contextmanager
-def generators_kept(loaders: list[Any]) -> Iterator[None]:
-    """A context after which the loaders' own generators are where they were."""
-    states = [(one, one.get_state()) for loader in loaders for one in _generators(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 class _Kept:
@@ -116,12 +104,3 @@ class _Kept:
 
         self._undo.append(undo)
         return content
-
-
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    for one in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
-        batches = getattr(one, "batch_sampler", None)
-        for part in (one, getattr(one, "sampler", None), batches, getattr(batches, "sampler", None)):
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                yield generator

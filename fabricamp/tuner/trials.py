@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.data import leaves_of
+from fabricamp.data.position import generators_of, isolate
 from fabricamp.engine.ending import leave_interrupted
+from fabricamp.engine.session import KINDS, LOADERS
 from fabricamp.errors import ConfigError
 from fabricamp.rng import isolate_rng
-from fabricamp.state import RunState, TrainerFn
-from fabricamp.tuner.keeping import generators_kept, module_kept
+from fabricamp.state import RunState
+from fabricamp.tuner.keeping import module_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +26,6 @@ if TYPE_CHECKING:
 
 Guard = Callable[[Callable[[], Any]], bool]
 """Calls what it is given; returns whether it came to its end, or raises."""
-
-
-def call(run: Callable[[], Any]) -> bool:
-    """Calls it: whatever goes wrong is raised."""
-    run()
-    return True
 
 
 @contextlib.contextmanager
@@ -45,10 +42,10 @@ def train(
     steps: int,
     *,
     prepare: Callable[[Session], None] | None = None,
-    within: Guard = call,
+    within: Guard,
 ) -> None:
     """Trains ``steps`` updates from the beginning; ``prepare`` gets the session once the optimizers are there."""
-    with _session(trainer, module, source) as session, generators_kept([session.data.train_loader]):
+    with _session(trainer, module, source) as session, isolate(generators_of(leaves_of(session.data.train_loader))):
         if prepare is not None:
             prepare(session)
         # Not before: configure_optimizers sees the settings of the run that is to come.
@@ -63,12 +60,13 @@ def train(
             loop.end()
 
 
-def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps: int, *, within: Guard = call) -> None:
+def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps: int, *, within: Guard) -> None:
     """Validates, tests or predicts, as ``source`` is for, ``steps`` batches of each loader."""
-    kind = {TrainerFn.VALIDATING: "val", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}[source.fn]
+    kind = LOADERS[KINDS[source.fn]]
     with _session(trainer, module, source) as session:
         setattr(session.settings, f"limit_{kind}_batches", steps)
-        with generators_kept(session.data.evaluation_loaders(kind)):
+        leaves = [one for loader in session.data.evaluation_loaders(kind) for one in leaves_of(loader)]
+        with isolate(generators_of(leaves)):
             within(session.evaluate)
 
 
