@@ -146,6 +146,14 @@ def _file_of(place: str) -> Path:
     return Path(place) / STATE if is_folder(place) else Path(place)
 
 
+def written_at(place: str) -> int:
+    """When the system says that a file was written, in nanoseconds; 0 where it was not asked: on other machines, or gone."""
+    try:
+        return 0 if is_remote(place) else _file_of(place).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def is_link(place: str) -> bool:
     """Whether ``place`` is a symbolic link."""
     return not is_remote(place) and Path(place).is_symlink()

@@ -16,7 +16,8 @@ logger = logging.getLogger("fabricamp")
 class Candidates:
     """Checkpoints one after the other, each group's furthest first; damaged ones are passed over with a warning.
 
-    How far a checkpoint is, it says itself: clocks jump.  With ``training`` those that hold weights only come last.
+    How far a checkpoint is, it says itself: clocks jump.  Of those that are as far as each other, such as the last ones of two runs
+    into one folder, the one written last comes first.  With ``training`` those that hold weights only come last.
     """
 
     def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
@@ -43,14 +44,15 @@ class Candidates:
 
     def _walk(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
         for files in groups:
-            found: list[tuple[tuple[bool, int, int, int], str]] = []
+            found: list[tuple[tuple[int, ...], str]] = []
             for place in dict.fromkeys(map(places.normal, files)):
                 try:
                     header = read_header(place)
                 except CheckpointError as error:
                     self.pass_over(str(error))
                 else:
-                    found.append(((not training or "optimizer_states" in header, *how_far(header)), place))
+                    trains = not training or "optimizer_states" in header
+                    found.append(((trains, *how_far(header), places.written_at(place)), place))
             yield from (place for _, place in sorted(found, reverse=True))
 
 

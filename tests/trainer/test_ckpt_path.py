@@ -70,6 +70,18 @@ def test_how_far_a_file_is_it_says_itself(tmp_path):
     assert resumed.ckpt_path.endswith("step=4.ckpt")
 
 
+def test_of_two_runs_into_one_folder_that_came_as_far_the_later_one_is_meant(tmp_path):
+    _, first = fit(4, tmp_path)
+    _, second = fit(4, tmp_path, ckpt_path=None)
+    old, new = (trainer.checkpoint_callback.best_model_path for trainer in (first, second))
+    assert old != new
+    for seconds, path in enumerate((old, new)):
+        os.utime(path, (seconds, seconds))
+    for word in ("last", "auto", "best"):
+        _, trainer = fit(4, tmp_path, ckpt_path=word)
+        assert trainer.ckpt_path == new
+
+
 @pytest.mark.parametrize("word", ["auto", "last"])
 @pytest.mark.parametrize("header", [False, True])
 def test_a_damaged_newest_file_falls_back_to_the_one_before_loudly(tmp_path, caplog, word, header):
