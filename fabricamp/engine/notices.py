@@ -16,6 +16,8 @@ from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
+from fabricamp.engine.run_file import NAME
+from fabricamp.loggers.run_folder import RunFolderLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +69,8 @@ class Notices:
             yield f"fast_dev_run: {batches} of each loader, without logs and checkpoints"
             return
         yield from _folders(trainer)
+        if trainer.ckpt_path is None and not trainer.state.batches_done:
+            yield from _logs_of_others(trainer)
         if settings.max_epochs_by_default:
             yield f"max_epochs was not given: {settings.max_epochs} epochs (-1 for no limit)"
         if trainer.ckpt_path is not None:
@@ -156,3 +160,10 @@ def _folders(trainer: Trainer) -> Iterator[str]:
         yield f"Logs and checkpoints: {shown(logs)}"
         return
     yield from (f"{what}: {shown(folder)}" for what, folder in (("Logs", logs), ("Checkpoints", saving)) if folder)
+
+
+def _logs_of_others(trainer: Trainer) -> Iterator[str]:
+    """Where a run that begins writes into a folder in which another one has begun: their values share files and curves."""
+    folders = (Path(one.log_dir) for one in trainer.loggers if isinstance(one, RunFolderLogger))
+    for folder in dict.fromkeys(one for one in folders if (one / NAME).is_file()):
+        yield f"An earlier run has logged into {shown(folder)}: values go behind its own; another name or version keeps runs apart"

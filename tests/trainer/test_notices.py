@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from fabricamp import Callback
 from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
 from fabricamp.engine import notices
+from fabricamp.loggers import CSVLogger
 from tests.small import Classifier, data, loader, quiet_trainer
 
 
@@ -73,6 +74,16 @@ def test_the_best_checkpoint_is_named_with_its_score(lines):
 )
 def test_other_ends_and_places(lines, options, line):
     assert line in [one.split(";")[0] for one in lines(**options)]
+
+
+def test_a_run_that_begins_behind_the_values_of_another_says_so(lines):
+    def beginning(**options):
+        return [one for one in lines(logger=CSVLogger("csv", version=0), **options) if one.startswith("An earlier run")]
+
+    assert beginning(max_epochs=1) == []
+    (line,) = beginning(max_epochs=1)
+    assert "csv/fabricamp_logs/version_0" in line
+    assert beginning(max_epochs=2, ckpt_path="last") == []
 
 
 def test_the_number_of_epochs_that_nobody_gave_is_said(lines):
