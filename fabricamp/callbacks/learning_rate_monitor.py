@@ -61,7 +61,8 @@ class LearningRateMonitor(Callback):
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
         self._names = list(self._name_optimizers(trainer))
-        self._next_step = self._due_after(trainer, trainer.global_step)
+        # A run that goes on within a window has logged its step before.
+        self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
 
     def holds_at(self, global_step: int) -> float:
         """Never: rates are the host's."""

@@ -248,10 +248,11 @@ class Feed:
         generators = generators_of(self._members)
         if not resume.get("batches"):
             rng = capture_rng() if any(map(_is_read_past, self._members)) else None
-            self._begun = {"rng": rng, "generators": states_of(generators)}
+            self._begun = {"rng": rng, "generators": states_of(generators), "again": self._again}
             self._source = self._enter(resume)
             return self._taken(total, exactly=exactly, prepare=prepare)
         self._begun = resume.get("begun", {})
+        self._again = self._begun.get("again", self._again)  # what is read past is drawn as it was there
         with isolate(generators):
             restore(self._begun, generators)
             self._source = self._enter(resume)

@@ -76,6 +76,7 @@ class FitLoop:
             if not complete:
                 self.parts.moments.note_cut()
             self._close_epoch(complete, epoch_end, monitors)
+        self.parts.moments.stay_ended()
         state.scope = Scope.NOWHERE
         if not state.interrupted:  # else the run that goes on delivers what is under way, where this one would have
             self._deliver()
@@ -84,6 +85,7 @@ class FitLoop:
         """What comes before the first batch of an epoch, or before the next one of an epoch that goes on."""
         state = self.state
         state.scope = Scope.TRAIN_EPOCH
+        self.parts.moments.go_on()
         self.parts.renew(self.parts)
         set_epoch(self.parts.loader, state.epoch)
         before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None

@@ -61,7 +61,7 @@ class Moments(Section):
         callbacks: Sequence[Callback],
     ) -> None:
         self.window = OpenWindow(module, state, strategy)
-        self.loggers = LoggerSection(delivery)
+        self.loggers = LoggerSection(delivery, state)
         self._module = module
         self._state = state
         self._metrics = metrics
@@ -71,6 +71,7 @@ class Moments(Section):
         self._before_validation: _BeforeValidation | None = None
         self._cut: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
+        self._ended: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.resumed = False
         """Whether the run goes on from a checkpoint and has not got to its first batch yet."""
 
@@ -115,6 +116,7 @@ class Moments(Section):
         if self._feed is not None:
             place = self._feed.state_dict(0 if state.epoch_ended else state.batch_idx - self.window.repeated_batches())
         own = {**own, "data.position": place, "loops.fit.buffers": _differing_buffers(self._module, self._strategy)}
+        own["loops.fit.ended"] = {} if self._cut is None else self._metrics.published()
         own["loops.fit.tensor_parallel"] = self._strategy.tensor_parallel
         return own if self._strategy.world_size == 1 else move_to_device(own, _CPU)
 
@@ -144,6 +146,9 @@ class Moments(Section):
         objects = find_objects(self._module)
         load_objects(objects, [loop["objects"][rank] for rank in chosen])
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
+        ended = loop.get("ended", [{}])
+        if ended[0] and state.closed_at == state.batches_done:
+            self._ended = ended[chosen[0] if chosen else 0], ended[0]
         if same:
             _restore_buffers(self._module, loop["buffers"][strategy.rank])
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]
@@ -164,15 +169,35 @@ class Moments(Section):
             restore_rng(rng)
         return self.window.take_stepped()
 
+    def go_on(self) -> None:
+        """Before an epoch: a run that goes on in one that was ended ends it a second time."""
+        self._ended = None
+        self.loggers.go_on()
+
+    def stay_ended(self) -> None:
+        """Behind the loop: where the run had ended, and nothing was left to do, what it had published at its end stays."""
+        if self._ended is None:
+            return
+        self.take_up()
+        self._cut = self._present()
+        self.loggers.stay_ended()
+        self._metrics.take_ended(*self._ended)
+        self._ended = None
+
 
 class LoggerSection(Section):
-    """Where the loggers stand; where training was cut within an epoch, as of then: a resumed run writes the rest again."""
+    """Where the loggers stand; where training was cut within an epoch, as of then: a resumed run writes the rest again.
+
+    Unless it has nothing left to do: so it goes on behind the rest, and takes that back where an epoch begins.
+    """
 
     name = "loggers"
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, state: RunState) -> None:
         self._delivery = delivery
+        self._state = state
         self._cut: list[dict[str, Any]] | None = None
+        self._before_end: list[dict[str, Any]] | None = None
 
     def note_cut(self) -> None:
         """Keeps where they stand now."""
@@ -180,11 +205,25 @@ class LoggerSection(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns where each one stands; on rank 0, which has them."""
-        return {"loggers": self._delivery.state_dict() if self._cut is None else self._cut}
+        now, cut = self._delivery.state_dict(), self._cut
+        return {"loggers": now if cut is None else cut, "loops.fit.ended_logs": [] if cut is None else now}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Lets them go on from there; earlier files have no word of them."""
-        self._delivery.load_state_dict(checkpoint.get("loggers", ()))
+        stood, ended = checkpoint.get("loggers", ()), checkpoint.get("loops", {}).get("fit", {}).get("ended_logs")
+        if ended and self._state.closed_at == self._state.batches_done:
+            self._before_end, stood = stood, ended
+        self._delivery.load_state_dict(stood)
+
+    def go_on(self) -> None:
+        """Before an epoch: takes back what the end of this one has logged, in the run before."""
+        before, self._before_end = self._before_end, None
+        if before is not None:
+            self._delivery.load_state_dict(before)
+
+    def stay_ended(self) -> None:
+        """Lets the next checkpoint say what the one before did."""
+        self._cut = self._before_end
 
 
 class CallbackStates:

@@ -295,6 +295,12 @@ class Metrics(Recording):
         self._callback_view.put(first.get("given", {}))
         self._dtypes.load_state_dict(first.get("dtypes", {}))
 
+    def take_ended(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
+        """Takes back what had been published when the run before had ended: all that was under way, too."""
+        self._pending.clear()
+        self.due = _NOTHING_DUE
+        self.take_published(shown, first)
+
     def state_dict(self, objects: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of what a checkpoint keeps; waits for flushes under way, which every rank then reads.
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fabricamp import Callback
 from fabricamp.callbacks import LearningRateMonitor
 from fabricamp.errors import ConfigError
-from fabricamp.loggers import Logger
+from fabricamp.loggers import CSVLogger, Logger
+from tests.small import Classifier, loader, quiet_trainer
 
 
 class Recorder(Logger):
@@ -54,6 +56,27 @@ def test_steps_are_those_of_the_flushes_and_values_those_of_that_step(start):
         config.scheduler.step()
     assert [step for step, _ in logged(trainer)] == [9, 19]
     assert logged(trainer)[0][1] == {"lr-Adam": 0.5 * 0.5**9}
+
+
+def test_a_run_that_goes_on_within_a_window_has_logged_its_step(tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "cut.ckpt")
+
+    def rows(*callbacks, **options):
+        trainer = quiet_trainer(
+            max_epochs=1,
+            log_every_n_steps=1,
+            accumulate_grad_batches=2,
+            logger=CSVLogger(tmp_path, version=0),
+            callbacks=[LearningRateMonitor(), *callbacks],
+        )
+        trainer.fit(Classifier(), loader(24), **options)
+        return (tmp_path / "fabricamp_logs" / "version_0" / "metrics.csv").read_text()
+
+    straight = rows(Save())
+    assert rows(ckpt_path=tmp_path / "cut.ckpt") == straight
 
 
 def test_epochs(start):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from fabricamp.data import CombinedLoader, Feed, release_workers, set_epoch, wire_loader
 from fabricamp.errors import CheckpointError, ConfigError
@@ -67,6 +67,42 @@ def resumed(make, count):
     torch.set_rng_state(rng)
     behind = feed.load_state_dict(state)
     return behind, [plain(batch) for batch in feed.behind(behind)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_workers_that_stay_draw_no_other_order_where_it_is_read_past(epoch):
+    """They have drawn a seed in the first pass alone: a pass that goes on draws what it had drawn."""
+
+    def passes(cut, state=None):
+        loader = DataLoader(
+            Numbers(9), 2, sampler=WeightedRandomSampler([1.0] * 9, 9), num_workers=1, persistent_workers=True
+        )
+        feed, found = Feed(wire_loader(loader, train=True, rank=0, world_size=1, seed=3)), []
+        behind = 0
+        if state is not None:
+            torch.set_rng_state(state["rng"])
+            behind = feed.load_state_dict(state)
+        for number in range(epoch if state else 0, 3):
+            for done, batch in enumerate(feed.behind(behind), behind + 1):
+                found.append(plain(batch))
+                if (number, done) == cut:
+                    state = {**feed.state_dict(done), "rng": torch.get_rng_state()}
+                    feed.close()
+                    release_workers(loader)
+                    return found, state
+            behind = 0
+        release_workers(loader)
+        return found, torch.get_rng_state()
+
+    with isolate_rng():
+        torch.manual_seed(5)
+        straight, after = passes(None)
+        torch.manual_seed(5)
+        begun, state = passes((epoch, 2))
+        torch.manual_seed(9)
+        following, end = passes(None, state)
+    assert begun + following == straight
+    assert torch.equal(end, after)
 
 
 @settings(max_examples=60, deadline=None)

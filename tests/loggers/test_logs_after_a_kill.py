@@ -56,7 +56,7 @@ def train(folder, kind, kill, **options):
     """Five steps an epoch; each of these loggers, in a folder with a name."""
     torch.manual_seed(0)
     warnings.simplefilter("error", RuntimeWarning)
-    flush = options.pop("flush", 100)
+    flush, max_steps = options.pop("flush", 100), options.pop("max_steps", -1)
     loggers = [
         CSVLogger(folder, "csv", "run", flush_logs_every_n_steps=flush),
         # Where 1 is flushed, what is behind a checkpoint is on disk when the kill comes.
@@ -64,6 +64,7 @@ def train(folder, kind, kill, **options):
     ]
     trainer = quiet_trainer(
         max_epochs=EPOCHS,
+        max_steps=max_steps,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         callbacks=[LearningRateMonitor(), kind(folder / "checkpoints", **options), Kill(kill, written=flush == 1)],
@@ -129,3 +130,15 @@ def test_rows_that_a_checkpoint_counts_are_on_disk_with_it(tmp_path):
     assert [line.split(",")[0] for line in text.splitlines()].count("9") == 4  # rate, step, validation, epoch
     assert curves["both_epoch"][-1][0] == 9
     assert [step for step, _ in curves["loss"]] == list(range(10))
+
+
+def test_a_run_that_had_ended_within_an_epoch_keeps_its_end_until_it_goes_on(tmp_path, straight):
+    """Started again with the same limits it has nothing to do; with others the epoch ends a second time."""
+    ended = []
+    for _ in range(2):
+        assert run(tmp_path, ModelCheckpoint, -1, max_steps=8) == 0
+        ended.append(logs(tmp_path))
+    assert ended[0] == ended[1]
+    assert [step for step, _ in ended[1][1]["both_epoch"]] == [4, 7]
+    assert run(tmp_path, ModelCheckpoint, -1) == 0
+    assert logs(tmp_path) == straight

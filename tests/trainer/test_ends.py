@@ -140,6 +140,7 @@ def test_a_limit_within_an_epoch_ends_it_once_and_more_goes_on_within_it(tmp_pat
         again = Diary()
         trainer, _, _ = fit(tmp_path, again, **options)
         assert again.notes == [("train", 6), ("fit", 6)]
+        assert float(trainer.callback_metrics["number"]) == 0.5
     # More: the epoch goes on, and ends a second time, with the values of all its batches.
     again = Diary()
     trainer, resumed, _ = fit(tmp_path, again)

@@ -249,6 +249,7 @@ def content(trainer, path):
     state.pop("callbacks")
     for own in ("loggers", "checksum"):  # each run has a log of its own
         state.pop(own)
+    state["loops"]["fit"].pop("ended_logs")
     return state
 
 
