@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fabricamp.checkpoint import places
 from fabricamp.ops.shards import is_shard
+from fabricamp.optimizers.parameters import owned_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ def placed_states(
     """Returns the optimizers' ``states``, in which what goes with a sharded parameter is sharded as that one is."""
     placing, placed = Placing(checkpoint, path), []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = owned_parameters(optimizer)
         indices = [index for group in state["param_groups"] for index in group["params"]]
         if not any(map(is_shard, parameters)) or len(indices) != len(parameters):
             placed.append(state)

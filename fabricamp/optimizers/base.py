@@ -255,7 +255,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     def parameter_of_statistic(self, index: int) -> Tensor:
         """Returns the parameter whose gradient entry ``index`` of the last :meth:`statistics` belongs to."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = owned_parameters(self)
         for part in self._parts or ():
             if index < part.entries:
                 found: Tensor = parameters[part.place_of_statistic(index)]
@@ -338,7 +338,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
                 for parameter in group["params"]:
                     parameter.grad = None
         else:
-            zero_gradients([parameter for group in self.param_groups for parameter in group["params"]])
+            zero_gradients(owned_parameters(self))
 
     # -- state -----------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from fabricamp.ops import LarcRule, Steering
 from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
+from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import Known, Part, set_scalars
 
@@ -123,7 +124,7 @@ class LARC(NamesKeywords, Optimizer):
 
     def _gather_own(self) -> list[Tensor | None]:
         """Finds gradients and parameters, and returns the gradients."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = owned_parameters(self)
         gradients = [local_gradient(one) if is_shard(one) else one.grad for one in parameters]
         if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
             refuse_rebuild(self, self._parts, parameters)

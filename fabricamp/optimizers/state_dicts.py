@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp.errors import CheckpointError
+from fabricamp.optimizers.parameters import owned_parameters
 
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 """What only torch's optimizers have in their groups; ``fused=None`` would even deny that a step skips by itself."""
@@ -93,7 +94,7 @@ def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Se
 def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
     """Puts what ``Optimizer.load_state_dict`` rounded to half back as it was saved: fp32 at least, on the parameter's device."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = owned_parameters(optimizer)
     for key, parameter in zip(saved, parameters, strict=True):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         for name, value in state_dict["state"].get(key, {}).items():
