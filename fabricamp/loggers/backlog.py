@@ -6,10 +6,11 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fabricamp.loggers.outbox import Call, Outbox
+from fabricamp.loggers.outbox import Call, Outbox, settle
 from fabricamp.loggers.trouble import Trouble
 
 Place = TypeVar("Place")
@@ -94,20 +95,10 @@ class Backlog(Generic[Place]):
 
     def ask(self, call: Callable[[], Answer], *, patient: bool = False) -> Answer:
         """Returns the answer of ``call`` in the thread, or raises its error; :meth:`wait` says how long it waits."""
-        answers: list[Answer] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(call())
-            except Exception as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        self.do(run)
+        answer: Future[Answer] = Future()
+        self.do(partial(settle, answer, call))
         self.wait(patient=patient)
-        if errors:
-            raise errors[0]
-        return answers[0]
+        return answer.result(0)
 
     def find(self, look: Callable[[], Place], *, patient: bool = False) -> None:
         """Takes the answer of ``look`` in the thread for the place where the file ends."""

@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fabricamp.loggers.trouble import Trouble, reason_of
@@ -144,20 +145,16 @@ def _reason(error: Exception) -> str:
 
 def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:
     """Returns the answer of ``call``, or raises its error; after so many seconds :class:`TimeoutError`, and it goes on alone."""
-    answers: list[Answer] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="fabricamp-question", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
+    answer: Future[Answer] = Future()
+    threading.Thread(target=settle, args=(answer, call), name="fabricamp-question", daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"{whom} has not answered within {seconds:g} s")
-    return answers[0]
+    return answer.result()
+
+
+def settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:
+    """Calls it, and leaves in ``answer`` what it returns or raises."""
+    try:
+        answer.set_result(call())
+    except Exception as error:  # noqa: BLE001 - raised where the answer is asked for
+        answer.set_exception(error)
