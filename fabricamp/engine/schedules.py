@@ -33,23 +33,19 @@ class Schedules:
     def sort(self) -> None:
         """Looks anew at which schedulers there are: hooks before an epoch may have put another one in place."""
         configs = self._configs
-        self._by_step = [config for config in configs if config.interval == "step"]
+        self.by_step = [config for config in configs if config.interval == "step"]
+        """Those that follow steps."""
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
         self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
 
     @property
-    def by_step(self) -> Sequence[SchedulerConfig]:
-        """Those that follow steps."""
-        return self._by_step
-
-    @property
     def follow_steps(self) -> bool:
         """Whether any of them steps by steps."""
-        return bool(self._by_step)
+        return bool(self.by_step)
 
     def advance(self, applied_steps: int) -> None:
         """Steps those that follow steps; ``applied_steps`` is the number of steps that were not skipped."""
-        for config in self._by_step:
+        for config in self.by_step:
             if applied_steps % config.frequency == 0:
                 self._step(config)
 

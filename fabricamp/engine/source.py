@@ -81,7 +81,8 @@ class DataSource:
         self._train_loader: Any = None
         self._num_training_batches: float | None = None
         self._feeds: list[tuple[Any, Feed]] = []
-        self._train_feed: Feed | None = None
+        self.train_feed: Feed | None = None
+        """The batches to train on; None until they are asked for, and where an epoch is to have others."""
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
         self._collections: dict[str, Any] = {}
 
@@ -117,18 +118,13 @@ class DataSource:
         return None if self._train_loader is None else batch_sizes(self._train_loader)
 
     @property
-    def train_feed(self) -> Feed | None:
-        """The batches to train on; None until they are asked for, and where an epoch is to have others."""
-        return self._train_feed
-
-    @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is the epoch's last."""
-        return self._train_feed is not None and self._train_feed.last
+        return self.train_feed is not None and self.train_feed.last
 
     def is_trained_on(self, batches: int) -> bool:
         """Whether these are all micro-batches of an epoch."""
-        feed, length = self._train_feed, self._num_training_batches
+        feed, length = self.train_feed, self._num_training_batches
         return feed is not None and batches > 0 and (feed.is_over(batches) or batches == length)
 
     def lengths(self) -> dict[str, Any]:
@@ -214,7 +210,7 @@ class DataSource:
         )
         self._feeds.append((loader, feed))
         if trains:
-            self._train_feed = feed
+            self.train_feed = feed
             if self._settings.use_distributed_sampler:
                 look_for_doubles(feed, loader, self._strategy)
         return feed
@@ -253,7 +249,7 @@ class DataSource:
         self._asked_in = self._epoch_to_ask_in
         if self._source.given("train") is None:
             self._let_go(self._train_loader)
-            self._train_loader = self._train_feed = self._num_training_batches = None
+            self._train_loader = self.train_feed = self._num_training_batches = None
         if self._source.given("val") is None or self._settings.overfit_batches:
             self._let_go(*self._evaluation.pop("val", ([], []))[0])
         return True
