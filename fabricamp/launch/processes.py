@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -58,7 +58,9 @@ def run_function(
     A failure is raised here, with its rank and traceback: fabricamp's own errors as what they are, others as
     :class:`DistributedError`.  With "spawn" function and arguments have to pickle, the result with either.
     """
-    with tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
+    if start_method == "spawn":
+        _check_not_being_imported()
+    with _main_without_a_made_up_file(), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         folder = Path(name)
         if start_method == "fork":
             check_fork()
@@ -80,6 +82,30 @@ def run_function(
     if cause.on_request:
         sys.exit(cause.shell_code())
     raise as_error(cause)
+
+
+def _check_not_being_imported() -> None:
+    """Raises :class:`ConfigError` in a process that Python's spawn has started, and that still imports the script it is of."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "start_method='spawn' imports the script in each process that it starts, and this call would start others there; put "
+            "what the script runs below `if __name__ == '__main__':`, or use start_method='script'"
+        )
+
+
+@contextlib.contextmanager
+def _main_without_a_made_up_file() -> Iterator[None]:
+    """Standard input is a main module called "<stdin>", and spawned processes would look for a file of that name."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or not file.startswith("<"):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 class _Job(NamedTuple):

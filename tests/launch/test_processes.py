@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -260,7 +261,11 @@ def _two_threads():
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_functions_bring_their_result_back(method):
+def test_functions_bring_their_result_back(method, monkeypatch):
+    if method == "spawn":  # from standard input, whose main module has the name of no file
+        main = sys.modules["__main__"]
+        monkeypatch.setattr(main, "__spec__", None)
+        monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
     before = dict(os.environ)
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
     tensor = torch.zeros(3)
@@ -322,6 +327,12 @@ def test_forked_functions_need_not_pickle_and_spawned_ones_say_so():
     assert run_function(lambda value: value + offset, (1,), 2, "fork") == 3
     with pytest.raises(ConfigError, match=r"no lambdas.*start_method='fork'"):
         run_function(lambda: offset, (), 2, "spawn")
+
+
+def test_a_script_that_starts_others_while_spawn_imports_it_is_told_where_to_put_the_call(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ConfigError, match="if __name__ == '__main__':"):
+        run_function(fail, ("configuration",), 2, "spawn")
 
 
 def test_a_forked_function_does_not_collect_the_garbage_of_its_starter():
