@@ -332,9 +332,12 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
             # Only where the name itself leads nowhere; what a found module fails to import is told by its traceback.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
+    nearby = "beside the configuration or in a folder of import_from"
+    if where.startswith("--"):
+        nearby = "in the current folder or one of PYTHONPATH"
     raise ConfigError(
         f"{where}={'.'.join(words)!r}: there is no module {words[0]!r} among those that are "
-        f"installed, or lie beside the configuration or in a folder of import_from{nearest(words[0], _modules_nearby())}"
+        f"installed, or lie {nearby}{nearest(words[0], _modules_nearby())}"
     )
 
 

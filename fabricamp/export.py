@@ -174,7 +174,10 @@ def _put(path: Path, write: Callable[[Path], None]) -> None:
     """Puts the new file in its place once it is whole."""
     unfinished = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         write(unfinished)
+        unfinished.chmod(mode)  # safetensors makes files that nobody else can read
         unfinished.replace(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; give another file") from error

@@ -87,6 +87,8 @@ def test_safetensors_with_a_tied_weight():
     weights = trained("O2")
     assert main(["export", "last.ckpt", "--to", "weights.safetensors"]) == 0
     assert same(load_file("weights.safetensors"), weights)
+    Path("any").touch()
+    assert Path("weights.safetensors").stat().st_mode == Path("any").stat().st_mode
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("O2", torch.float32), ("O3", torch.float16)])
@@ -119,6 +121,11 @@ def test_onnx_gives_what_the_module_gives():
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        (
+            ["net.pt2", "--module", "mynet.Net"],
+            2,
+            "no module 'mynet' among those that are installed, or lie in the current folder",
+        ),
         (["weights.bin"], 2, "'weights.bin' has no known format; end it in .pt, .safetensors, .pt2, .onnx"),
         (["w.pt", "--dtype", "half"], 2, "dtype='half' is not known (known: 'fp32'"),
         (["w.pt2"], 2, "give its class (--module)"),

@@ -51,12 +51,26 @@ def forked(command, env, stdout, **_):
 @pytest.mark.parametrize(
     ("argument", "code", "said"),
     [
-        ("--plain", 0, ["8 batches on 1 rank(s), killed behind batch 1/0, resumed behind 0/3", "bitwise equal"]),
-        ("--ranks", 0, ["8 batches on 2 rank(s), killed behind batch 1/2, resumed behind 1/0", "bitwise equal"]),
+        (
+            "--plain",
+            0,
+            [
+                "8 batches on 1 process, killed behind batch 0 of epoch 1, resumed behind batch 3 of epoch 0",
+                "bitwise equal",
+            ],
+        ),
+        (
+            "--ranks",
+            0,
+            [
+                "8 batches on 2 processes, killed behind batch 2 of epoch 1, resumed behind batch 0 of epoch 1",
+                "bitwise equal",
+            ],
+        ),
         (
             "--weighed",
             1,
-            ["resumed differs at batch 0/4 (epoch/batch), step 5: state_dict.net.0.weight", "a plain attribute"],
+            ["resumed differs at batch 4 of epoch 0, step 5: state_dict.net.0.weight", "a plain attribute"],
         ),
     ],
 )
@@ -124,7 +138,7 @@ def test_what_differs_first_decides_the_cause(changes, place, part, cause):
 
 def test_another_rank_is_named():
     found = compare("again", [record(), record()], [record(), record(second_data="x")])
-    assert "at batch 0/1 (epoch/batch), step 2 on rank 1: data" in str(found)
+    assert "at batch 1 of epoch 0, step 2 on rank 1: data" in str(found)
 
 
 def test_a_resumed_run_begins_where_the_straight_one_was_saved():

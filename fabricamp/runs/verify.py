@@ -64,12 +64,16 @@ class Difference(NamedTuple):
         words = {"again": "a second run from the start", "resumed": "the run that was killed and resumed"}[
             self.comparison
         ]
-        when = (
-            "before its first batch" if self.part == START else f"at batch {self.place} (epoch/batch), step {self.step}"
-        )
+        when = "before its first batch" if self.part == START else f"at {_named(self.place)}, step {self.step}"
         what = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
         rank = f" on rank {self.rank}" if self.rank else ""
         return f"not equal: {words} differs {when}{rank}: {what}\nlikely cause: {_CAUSES[self.comparison, self.part]}"
+
+
+def _named(place: str) -> str:
+    """A place in words, both counted from 0."""
+    epoch, batch = place.split("/")
+    return f"batch {batch} of epoch {epoch}"
 
 
 def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tuple[Difference | None, str]:
@@ -88,9 +92,8 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
         save_at, kill_at = places[saved], places[saved + 2]
         killed = _run(command, Plan(f"{name}/killed", batches, save_at, kill_at))
         found = compare("again", straight, killed)
-        what = (
-            f"{len(places)} batches on {len(straight)} rank(s), killed behind batch {kill_at}, resumed behind {save_at}"
-        )
+        ranks = "1 process" if len(straight) == 1 else f"{len(straight)} processes"
+        what = f"{len(places)} batches on {ranks}, killed behind {_named(kill_at)}, resumed behind {_named(save_at)}"
         if found is None:
             rest = len(places) - saved - 1
             resumed = _run(command, Plan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
