@@ -113,7 +113,7 @@ def as_read(path):
         "skipped_before": 0,
         **state["loops"]["fit"],
     }
-    for name in ("step_size", "kernel_choice", "tensor_parallel"):
+    for name in ("step_size", "kernel_choice", "tensor_parallel", "ended", "ended_logs"):
         state["loops"]["fit"].pop(name, None)  # what earlier files have no word of, nor of what follows
     for metrics in state["loops"]["fit"]["metrics"]:
         for name in ("given", "dtypes"):
