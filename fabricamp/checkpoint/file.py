@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import pickle
-import secrets
 import stat
 import zipfile
 from collections.abc import Callable, Iterator
@@ -164,7 +163,7 @@ def _place_here(target: Path, fill: Callable[[IO[bytes]], None], *, private: boo
 
 def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
     filesystem, path = places.remote(target)
-    name = f"{places.parent(path)}/.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+    name = f"{places.parent(path)}/{places.partial_name()}"
     filesystem.makedirs(places.parent(path), exist_ok=True)
     try:
         with filesystem.open(name, "wb") as file:
@@ -180,7 +179,7 @@ def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
 
 def _place_name(target: Path, make: Callable[[Path], None]) -> None:
     """Puts the directory entry that ``make`` makes in place of ``target``."""
-    name = _partial_name(target.parent)
+    name = target.parent / places.partial_name()
     try:
         make(name)
         name.replace(target)
@@ -190,15 +189,11 @@ def _place_name(target: Path, make: Callable[[Path], None]) -> None:
     sync(target.parent)
 
 
-def _partial_name(folder: Path) -> Path:
-    return folder / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-
-
 @contextlib.contextmanager
 def _partial_file(folder: Path, *, private: bool = False) -> Iterator[tuple[Path, IO[bytes]]]:
     """A new file in ``folder``, locked as long as its writer lives; its name is gone afterwards, renamed or removed."""
     while True:
-        name = _partial_name(folder)
+        name = folder / places.partial_name()
         with create(name, private=private) as file:
             try:
                 with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either

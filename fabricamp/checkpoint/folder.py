@@ -143,7 +143,7 @@ def copy_folder(source: Path, target: Path) -> None:
         own = container / folder.name
         if not own.exists():
             filled(own)
-        spare = container / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+        spare = container / places.partial_name()
         _link_or_copy(source / places.STATE, spare)
         spare.replace(container / places.STATE)
         spare.unlink(missing_ok=True)  # still there where both were one file already
@@ -202,7 +202,7 @@ def _container(target: Path, *, private: bool) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} is a file, and a sharded checkpoint is a folder: give another name, or remove it"
         )
-    new = target.parent / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+    new = target.parent / places.partial_name()
     new.mkdir(mode=0o700 if private else 0o777)
     try:
         with _locked(new):

@@ -84,6 +84,11 @@ def may_follow(name: str, folder: str) -> bool:
     return is_within(real, os.path.realpath(folder)) and (Path(real).is_file() or is_folder(real))
 
 
+def partial_name() -> str:
+    """Returns a name that nobody else has, for what is not yet, or no longer, a checkpoint."""
+    return f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+
+
 def exists(place: str) -> bool:
     """Whether the name is taken, be it by a link that leads nowhere."""
     if not place:
@@ -98,7 +103,7 @@ def remove(place: str) -> None:
     """Removes a file, or a checkpoint that is a folder, if it is there; raises ``OSError``."""
     if is_folder(place) and not is_link(place):
         # Under a name that the next one who writes here takes for abandoned, should this one be killed.
-        hidden = Path(place).with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+        hidden = Path(place).with_name(partial_name())
         Path(place).rename(hidden)
         shutil.rmtree(hidden)
         return
