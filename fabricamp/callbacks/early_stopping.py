@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "patience": self.patience,
             "stopped_epoch": self.stopped_epoch,
-            "best_score": torch.tensor(self._best, dtype=torch.float64, device="cpu"),
+            "best_score": self.best_score,
             "last_score": self.last_score,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,

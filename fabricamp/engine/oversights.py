@@ -120,9 +120,8 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
             continue
         successor = _OF_LIGHTNING_1.get(name, "")
         for meant in [successor] if hasattr(base, successor) else get_close_matches(name, hooks, n=1, cutoff=_NEAR):
-            if not any(
-                name in vars(one) and meant in vars(one) for one in classes
-            ):  # else it is a helper of the hook's
+            is_helper_of_the_hook = any(name in vars(one) and meant in vars(one) for one in classes)
+            if not is_helper_of_the_hook:
                 yield name, meant
 
 

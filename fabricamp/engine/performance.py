@@ -69,9 +69,7 @@ class Performance:
         """Brings the weights of 2-d convolutions to channels_last; returns those for :func:`give_back`."""
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
         found = [one.weight for one in module.modules() if isinstance(one, kinds)] if self.channels_last else []
-        own = [
-            one for one in found if isinstance(one, nn.Parameter) and type(one) is nn.Parameter
-        ]  # lazy ones have no format yet
+        own = [one for one in found if type(one) is nn.Parameter]  # lazy ones have no format yet
         weights = [one for one in own if one.is_contiguous()]
         for one in weights:
             one.data = one.data.contiguous(memory_format=torch.channels_last)

@@ -208,9 +208,8 @@ class Metrics(Recording):
         table.note_reduced()
         for published, value in values:
             self._publish_to_callbacks(published, value)
-        kept = [
-            one for one in values if not (training and one[0].per_step)
-        ]  # in training, flushes bring those of steps
+        # In training, flushes bring those of steps.
+        kept = [one for one in values if not (training and one[0].per_step)]
         self.logged.update({published.key: value for published, value in kept if published.logger})
         return kept
 

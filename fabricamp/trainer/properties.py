@@ -142,7 +142,7 @@ class TrainerProperties(TrainerLimits):
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """The first :class:`EarlyStopping`."""
-        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
