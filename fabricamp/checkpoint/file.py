@@ -272,8 +272,11 @@ def _why_unreadable(place: str, error: Exception) -> str:
             f"{place} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
             "source: load it once with torch.load(path, weights_only=False), put plain values in their place, torch.save it again"
         )
-    words = f"{error!s:.200}"
-    why = words if " " in words else "it does not begin as one" if not _begins_as_one(place) else type(error).__name__
+    words = f"{str(error).partition('. ')[0]:.200}"
+    if not _begins_as_one(place):
+        why = "it does not begin as one"
+    else:  # torch's own advice is to load what nobody trusts
+        why = words if " " in words and "weights_only" not in words else type(error).__name__
     return f"{place} is damaged or no checkpoint ({why}); use an older one from the same folder"
 
 

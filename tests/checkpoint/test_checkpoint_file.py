@@ -218,6 +218,7 @@ def test_a_partial_file_whose_writer_lives_is_left_alone(tmp_path):
     [
         (b"junk that is no checkpoint", "it does not begin as one"),
         (b"", "it does not begin as one"),
+        (b"seed: 1\n\ntrainer:\n  max_epochs: 20\n", "it does not begin as one"),
         (b"\x80\x02junk", ""),
     ],
 )
