@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PARTS = (
+    "accelerators",
     "apex",
     "callbacks",
     "core",

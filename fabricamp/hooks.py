@@ -4,7 +4,7 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
 
     configure_callbacks (m)
     prepare_data (m)
-    setup (c, m)
+    setup (c, m)                                    behind that of the data
     configure_model (m)
     on_load_checkpoint (c, m)                       where the run goes on from a checkpoint
     configure_optimizers (m)
@@ -40,7 +40,7 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
         on_save_checkpoint (c, m)                   where a ModelCheckpoint writes
     on_train_end (c, m)
     on_fit_end (c, m)
-    teardown (c, m)
+    teardown (c, m)                                 likewise
 
 The validation.  ``validate``, ``test`` and ``predict`` have the same by their names, between ``configure_model`` and ``teardown``::
 

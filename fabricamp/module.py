@@ -339,6 +339,11 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         return torch.device("cpu") if trainer is None else trainer.strategy.device
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating parameter."""
         return next(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Final
 
 from fabricamp.errors import nearest
@@ -145,3 +147,10 @@ def missing(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """Returns the error of a name that ``module`` does not have."""
     words = words_for(f"{module}.{name}".removeprefix("fabricamp."))
     return AttributeError(words or f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
+
+
+def part_of(package: str, name: str, known: Iterable[str] = ()) -> ModuleType:
+    """Returns the module ``package.name``, imported by the look at it: Lightning's packages bring theirs along; else raises."""
+    if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
+        return importlib.import_module(f"{package}.{name}")
+    raise missing(package, name, known)

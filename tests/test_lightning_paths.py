@@ -75,6 +75,19 @@ def test_a_path_of_lightnings_holds_ours(name):
     assert getattr(importlib.import_module(".".join(["fabricamp", *path])), last) is HOLDS[name]
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["callbacks.timer", "loggers.csv_logs", "profilers.simple", "strategies.ddp", "utilities.seed", "trainer.states"],
+)
+def test_a_module_below_a_package_needs_no_import_of_its_own(path, monkeypatch):
+    package, name = path.split(".")
+    module = importlib.import_module(f"fabricamp.{path}")
+    monkeypatch.delattr(getattr(fabricamp, package), name)  # as in a process that has not imported it
+    assert getattr(getattr(fabricamp, package), name) is module
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = getattr(fabricamp, package).nothing
+
+
 @pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
 def test_bars_by_lightnings_names_take_its_arguments(bar, capsys):
     kind = getattr(fabricamp.callbacks, bar)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from fabricamp.launch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
-from fabricamp.not_offered import missing
+from fabricamp.not_offered import part_of
 
 __all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "find_usable_cuda_devices"]
 
 
-def __getattr__(name: str) -> Any:
-    raise missing(__name__, name, __all__)
+def __getattr__(name: str) -> ModuleType:
+    return part_of(__name__, name, __all__)

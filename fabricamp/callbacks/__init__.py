@@ -77,9 +77,9 @@ __all__ = list(_FILES)
 
 def __getattr__(name: str) -> Any:
     if name not in _FILES:
-        from fabricamp.not_offered import missing
+        from fabricamp.not_offered import part_of
 
-        raise missing(__name__, name, _FILES)
+        return part_of(__name__, name, _FILES)
     return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
 
 

@@ -40,6 +40,10 @@ class Callback(NamesKeywords):
         """The name of this callback's state in a checkpoint; with its arguments where several of one class can be given."""
         return type(self).__qualname__
 
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """A ``state_key`` of the class's name and these values, as Lightning's callbacks make one."""
+        return f"{type(self).__qualname__}{kwargs}"
+
     def accepts_state_of(self, key: str) -> bool:
         """Whether the state under another key is this callback's too: of a run in which it had other arguments."""
         return False

@@ -2,3 +2,9 @@
 
 from fabricamp.core.datamodule import LightningDataModule as LightningDataModule
 from fabricamp.core.module import LightningModule as LightningModule
+
+
+def __getattr__(name: str) -> object:
+    from fabricamp.not_offered import part_of
+
+    return part_of(__name__, name)

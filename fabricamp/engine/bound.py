@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.engine.parts import FitParts
+    from fabricamp.precision.base import Clip
 
 _STEP = methodcaller("step")
 
@@ -32,7 +33,7 @@ class Bound:
     after_backward: Sequence[Callable[..., Any]]
     before_step: Sequence[Callable[..., Any]]
     zero_grad: Callable[..., Any] | None
-    clipping: Callable[..., Any] | None
+    clipping: Callable[[Any, Clip | None], None] | None
     step: Callable[..., Any] | None
     run_backward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -55,7 +56,7 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
     scales = overrides(precision, "backward", Precision)
     before_zero_grad, before_step = hooks("on_before_zero_grad"), hooks("on_before_optimizer_step")
     zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
-    clipping = module.configure_gradient_clipping if own("configure_gradient_clipping") else None
+    clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
     plain = steps_alone and not (shown or overrides(precision, "step", Precision))
@@ -75,3 +76,8 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
         # Looked up at each step: a schedule that is made within a run puts torch's own function around it.
         plain_step=partial(_STEP, optimizer) if optimizer is not None and plain else None,
     )
+
+
+def _clip_by(configure: Callable[..., Any], optimizer: Any, clip: Clip | None) -> None:
+    """Calls the module's own method by Lightning's keywords."""
+    configure(optimizer, gradient_clip_val=clip and clip.value, gradient_clip_algorithm=clip and clip.algorithm)

@@ -131,7 +131,7 @@ class EvaluationLoop:
             state.batch = batch
             for hook in self._batch_start:
                 hook(batch, batch_idx, *number)
-            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments]
+            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments or 2 + len(number)]
             output = self.forward(*arguments)
             for hook in self._batch_end:
                 hook(output, batch, batch_idx, *number)
@@ -165,10 +165,10 @@ class EvaluationLoop:
 
 
 def _count_arguments(step: Callable[..., Any]) -> int:
-    """How many of (batch, batch_idx, dataloader_idx) the step takes by position."""
+    """How many of (batch, batch_idx, dataloader_idx) the step takes by position; 0 for ``*args``, which takes what there is."""
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return 2
+        return 0
     count = sum(
         parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD} for parameter in parameters
     )

@@ -141,7 +141,7 @@ class ClosureUpdate(Update):
             loss: Tensor = self.counted_once(optimizer, forward_backward)
             clip = self._parts.clip
             if self._bound.clipping is not None:
-                self._bound.clipping(optimizer, clip and clip.value, clip and clip.algorithm)
+                self._bound.clipping(optimizer, clip)
             elif clip is not None:
                 clip_gradients(optimizer, clip)
             return loss

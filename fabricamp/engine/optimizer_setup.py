@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,9 @@ class ManagedOptimizer:
     Everything else is the optimizer's own.  ``update`` is what ``step`` runs, from the first ``training_step`` on.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, module: TrainingModule) -> None:
         self.optimizer = optimizer
+        self._module = module
         self.update: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,6 +56,15 @@ class ManagedOptimizer:
                 "self.automatic_optimization = False in __init__"
             )
         return self.update(self.optimizer, closure)
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
+        """The module's ``toggled_optimizer`` for this one; gradients are exchanged by :meth:`step`, whatever ``sync_grad`` says."""
+        return self._module.toggled_optimizer(self)
+
+    @property  # type: ignore[misc]  # read only, as Python's is not
+    def __class__(self) -> Any:
+        """The optimizer's: schedulers of torch ask for an Optimizer by ``isinstance``."""
+        return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)

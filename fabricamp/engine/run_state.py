@@ -12,7 +12,7 @@ from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
 from fabricamp.engine.kernel_choice import KernelChoice
 from fabricamp.engine.world_change import StepSizes
 from fabricamp.errors import CheckpointError
-from fabricamp.state import NON_FINITE, Scope
+from fabricamp.state import NON_FINITE, Scope, TrainerFn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def record_of(session: Session) -> Record:
             Schedules(session.schedulers),
             Part("precision", "amp", session.precision),
             KernelChoice(),
-            CallbackSection(session.trainer.callbacks),
+            CallbackSection(session.trainer.callbacks, session.fn),
             Part("datamodule", "data.datamodule", source.datamodule),
             moments.loggers,
             moments,
@@ -127,15 +127,18 @@ class CallbackSection(Section):
     name = "callbacks"
 
     callbacks: Sequence[Callback]
+    fn: TrainerFn
 
     def save(self) -> dict[str, Any]:
         """Returns their state dicts by ``state_key``."""
         return {"callbacks": {one.state_key: state for one in self.callbacks if (state := one.state_dict())}}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Gives each its own."""
+        """Gives each its own; an evaluation gives none to fabricamp's callbacks, which count what a training has done."""
         for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
-            callback.load_state_dict(state)
+            ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")
+            if self.fn is TrainerFn.FITTING or not ours:
+                callback.load_state_dict(state)
 
 
 def _counter(values: dict[str, Any], name: str, path: str, within: str = "") -> int:

@@ -137,6 +137,8 @@ class Session:
             check_schedule_lengths(self.trainer, lengths)
             if ckpt_path is not None and self.trainer.loggers:
                 join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
+        else:
+            self._restore("datamodule", "callbacks")
         log_hyperparams(self)
         if self.fn is TrainerFn.FITTING:
             self.delivery.begin(self.module)
@@ -157,13 +159,10 @@ class Session:
         self.strategy.barrier("prepare_data")
 
     def _call_setup(self, name: str) -> None:
-        """Callbacks, then the DataModule, then the module, for ``setup`` and ``teardown``."""
-        stage = self.fn.value
-        for call in self.hooks.callbacks(name):
-            call(stage)
-        if self.source.datamodule is not None:
-            getattr(self.source.datamodule, name)(stage)
-        getattr(self.module, name)(stage)
+        """The DataModule, whose data callbacks may look at, then callbacks, then the module, for ``setup`` and ``teardown``."""
+        data = [one for one in (self.source.datamodule,) if one is not None]
+        for call in (*(getattr(one, name) for one in data), *self.hooks.callbacks(name), getattr(self.module, name)):
+            call(self.fn.value)
 
     def _load(self, path: str) -> None:
         """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
@@ -196,7 +195,7 @@ class Session:
         skipped, state.skipped_before = self.trainer.skipped_steps, 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
         state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts anew
-        self.attachment.optimizers = [ManagedOptimizer(one) for one in self.optimizers]
+        self.attachment.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
 
     def replace_schedules(self, scheduler: Any) -> None:
@@ -294,7 +293,7 @@ class Session:
 
     def _sanity_check(self) -> None:
         state = self.trainer.state
-        if not (overrides(self.module, "validation_step", TrainingModule) and self.data.defines("val")):
+        if not (self.trainer.enable_validation and self.data.defines("val")):
             return
         state.stage = RunningStage.SANITY_CHECKING
         with isolate_rng():

@@ -249,7 +249,7 @@ class Update:
                 hook(optimizer)
             if bound.clipping is None:
                 return clip
-            bound.clipping(optimizer, clip and clip.value, clip and clip.algorithm)
+            bound.clipping(optimizer, clip)
             return None
 
         if bound.step is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from types import ModuleType
 
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.comet import CometLogger
@@ -15,7 +15,7 @@ from fabricamp.loggers.wandb import WandbLogger
 __all__ = ["CSVLogger", "CometLogger", "JSONLinesLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    from fabricamp.not_offered import missing
+def __getattr__(name: str) -> ModuleType:
+    from fabricamp.not_offered import part_of
 
-    raise missing(__name__, name, __all__)
+    return part_of(__name__, name, __all__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.not_offered import lightnings, missing
+from fabricamp.not_offered import lightnings, part_of
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.delayed_ddp import DelayedDDP
@@ -53,7 +53,7 @@ _LIGHTNINGS_NAMES = {
 def __getattr__(name: str) -> Any:
     if name in _LIGHTNINGS_NAMES:
         return getattr(importlib.import_module(_LIGHTNINGS_NAMES[name]), name)
-    raise missing(__name__, name, __all__)
+    return part_of(__name__, name, __all__)
 
 
 def strategy_from(value: object, world_size: int) -> Strategy:

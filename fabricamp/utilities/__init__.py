@@ -28,3 +28,9 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     import torch
 
     return move_to_device(batch, torch.device(device))
+
+
+def __getattr__(name: str) -> object:
+    from fabricamp.not_offered import part_of
+
+    return part_of(__name__, name)

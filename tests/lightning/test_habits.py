@@ -1,0 +1,168 @@
+"""What scripts for Lightning rely on beside the programs here: what is called first, with what, and whose state it gets."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+import fabricamp
+from fabricamp.callbacks import ModelCheckpoint
+from tests.small import Classifier, loader, quiet_trainer
+
+
+class Data(fabricamp.LightningDataModule):
+    """Two batches to train on, one for all else; ``calls`` has what was called here and in the other parts."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+        self.train_set = None
+
+    def setup(self, stage):
+        self.calls.append("data")
+        self.train_set = list(loader(8))
+
+    def teardown(self, stage):
+        self.calls.append("data")
+
+    def train_dataloader(self):
+        return self.train_set
+
+    def val_dataloader(self):
+        return loader(2)
+
+    test_dataloader = val_dataloader
+
+    def state_dict(self):
+        return {"of": "data"}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append(state_dict)
+
+
+class Notes(fabricamp.Callback):
+    """Appends what it is called with."""
+
+    def __init__(self, calls, number=0):
+        self.calls, self.number, self.batches = calls, number, 0
+
+    @property
+    def state_key(self):
+        return self._generate_state_key(number=self.number)
+
+    def setup(self, trainer, pl_module, stage):
+        assert trainer.datamodule.train_set is not None
+        self.calls.append("callback")
+
+    def teardown(self, trainer, pl_module, stage):
+        self.calls.append("callback")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches, "number": self.number}
+
+    def load_state_dict(self, state_dict):
+        self.batches = state_dict["batches"]
+        self.calls.append(state_dict)
+
+
+class Module(Classifier):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def setup(self, stage):
+        self.calls.append("module")
+
+    teardown = setup
+
+
+def test_a_test_of_a_checkpoint_gives_data_and_callbacks_their_state(tmp_path):
+    calls = []
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1)
+    callbacks = [Notes(calls, 1), Notes(calls, 2), checkpoint]
+    trainer = quiet_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Module(calls), datamodule=Data(calls))
+    first, last = sorted(tmp_path.iterdir())
+    assert calls == ["data", "callback", "callback", "module"] * 2
+
+    calls.clear()
+    trainer.test(ckpt_path=first, datamodule=Data(calls), verbose=False)
+    states = [{"batches": 2, "number": 1}, {"batches": 2, "number": 2}, {"of": "data"}]
+    assert calls == ["data", "callback", "callback", "module", *states, "data", "callback", "callback", "module"]
+    assert checkpoint.last_model_path == ""
+    assert checkpoint.best_model_path == str(last)  # of the training, which the test is no part of
+
+
+def any_arguments(step):
+    @functools.wraps(step)
+    def call(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    del call.__wrapped__
+    return call
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_decorated_step_gets_the_number_of_its_loader(loaders):
+    class Decorated(Classifier):
+        @any_arguments
+        def validation_step(self, *args):
+            seen.append(args[1:])
+
+    seen = []
+    quiet_trainer().validate(Decorated(), [loader(2)] * loaders, verbose=False)
+    assert seen == [[(0,)], [(0, 0), (0, 1)]][loaders - 1]
+
+
+def test_without_batches_to_validate_on_there_is_no_sanity_check():
+    class Checks(fabricamp.Callback):
+        def on_sanity_check_start(self, trainer, pl_module):
+            raise AssertionError
+
+        on_sanity_check_end = on_sanity_check_start
+
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=0, num_sanity_val_steps=2, callbacks=[Checks()])
+    trainer.fit(Classifier(), loader(4), loader(2))
+
+
+def test_clipping_is_asked_for_by_keywords():
+    class Clips(Classifier):
+        def configure_gradient_clipping(self, optimizer, **limits):
+            seen.append(limits)
+
+    seen = []
+    quiet_trainer(max_steps=1, gradient_clip_val=0.5).fit(Clips(), loader(2))
+    assert seen == [{"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}]
+
+
+def test_an_optimizer_of_the_module_is_one_for_torch_too():
+    class ByHand(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def on_train_start(self):
+            self.schedule = StepLR(self.optimizers(), 1, gamma=0.5)
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            assert isinstance(optimizer, torch.optim.SGD)
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+            self.schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    rates = []
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(ByHand(), loader(4))
+    assert (rates, trainer.global_step) == ([0.5, 0.25], 2)
