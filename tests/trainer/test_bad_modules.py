@@ -60,7 +60,7 @@ def test_manual_backward_under_automatic_optimization():
 )
 def test_clip_gradients_with_what_it_does_not_know(arguments, message):
     module = variant(
-        configure_gradient_clipping=lambda self, optimizer, *given: self.clip_gradients(optimizer, *arguments)
+        configure_gradient_clipping=lambda self, optimizer, **given: self.clip_gradients(optimizer, *arguments)
     )
     with pytest.raises(ConfigError, match=message):
         fit(module)
