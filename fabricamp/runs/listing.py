@@ -40,10 +40,10 @@ class Summary(NamedTuple):
 
 def summarise(folder: Path) -> Summary:
     """Returns what its run.json says, and its logs where that was never ended or is not there."""
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = {"reason": "" if (folder / NAME).exists() else f"no {NAME}"}
     with contextlib.suppress(OSError, ValueError):
         read = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        content = read if isinstance(read, dict) else {}
+        content = read if isinstance(read, dict) else content
     status, reason = str(content.get("status", "unknown")), str(content.get("reason", ""))
     if status == "running":
         status, reason = _living(content.get("process"))

@@ -92,6 +92,11 @@ def validation_loss(names: Sequence[str]) -> str | None:
     return _main([one for one in names if _is_loss(one) and _EVALUATION.search(one)])
 
 
+def is_better_low(name: str) -> bool:
+    """Whether the lowest value of a metric is the one to know of it; of an accuracy, a rate or a pace it is the highest."""
+    return re.search(r"loss|error|perplexity|mse|mae", name.lower()) is not None and "scale" not in name.lower()
+
+
 def _is_loss(name: str) -> bool:
     return "loss" in name.lower() and "scale" not in name.lower()
 

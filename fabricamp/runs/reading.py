@@ -79,6 +79,7 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
 
 def _runs_below(place: Path) -> str:
     found = find_runs(place) if place.is_dir() else []
+    found = [one for one in found if (one / NAME).is_file()] or found  # fits, rather than what was tested or predicted
     return f"; runs below it: {', '.join(str(one) for one in found[-3:])}" if found else "; give the folder of a run"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from fabricamp.runs.canvas import Canvas, frame_of
+from fabricamp.runs.panels import is_better_low
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,7 +90,7 @@ class _Picture:
         yield from self._skips(panel, canvas)
 
     def _title(self, panel: Panel) -> Iterator[Text]:
-        """What the panel shows, and of each run the last value and the lowest."""
+        """What the panel shows, and of each run the last value and the lowest or highest."""
         several = len(self._runs) > 1
         names = list(dict.fromkeys(line.metric for line in panel.lines))
         head = Text.assemble((panel.title, "bold"), "" if names == [panel.title] else f"  {', '.join(names)}")
@@ -151,11 +153,11 @@ def _summary(line: Line) -> str:
     ]
     if not finite:
         return "no finite value"
-    (low, at_low), (high, _) = min(finite), max(finite)
-    parts = [
-        f"last {_number(line.curve.values[-1])}",
-        *([f"lowest {_number(low)} at step {at_low}"] if high > low else []),
-    ]
+    low, high = (pick(finite, key=itemgetter(0)) for pick in (min, max))
+    word, (value, step) = ("lowest", low) if is_better_low(line.metric) else ("highest", high)
+    parts = [f"last {_number(line.curve.values[-1])}"]
+    if high > low:
+        parts.append(f"{word} {_number(value)} at step {step}")
     missing = len(line.curve.values) - len(finite)
     return ", ".join([*parts, *([f"{missing} not finite"] if missing else [])])
 

@@ -28,7 +28,7 @@ def test_runs_with_their_best_values_and_how_they_ended(capsys, monkeypatch):
         for line in capsys.readouterr().out.splitlines()
         if "│" in line
     ]
-    assert rows[0][0::2] == ["of_another_trainer", "10", "unknown"]
+    assert rows[0][0::2] == ["of_another_trainer", "10", "unknown: no run.json"]
     assert rows[0][3] == "val_loss 0.25"
     assert [row[0] for row in rows[1:]] == ["small/version_0", "small/version_1"]
     assert [row[2] for row in rows[1:]] == ["3", "8"]

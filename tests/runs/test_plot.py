@@ -123,6 +123,16 @@ def test_a_falling_line_falls_and_a_gap_stays_one():
     assert rows == ["***       ", "  ***     ", "         *"]
 
 
+def test_of_a_loss_the_lowest_value_is_told_and_of_an_accuracy_the_first_highest(tmp_path, capsys):
+    (tmp_path / "metrics.csv").write_text("step,val_loss,val_accuracy\n0,3,0.5\n5,1,0.9\n9,2,0.9\n")
+    assert main(["plot", str(tmp_path), "--metric", "val_loss", "--metric", "val_accuracy"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if "last" in line]
+    assert titles == [
+        "val_loss  last 2, lowest 1 at step 5",
+        "val_accuracy  last 0.9, highest 0.9 at step 5",
+    ]
+
+
 def test_a_constant_and_a_single_value_have_a_frame():
     assert frame_of((3, 3), [2.0]) == (3, 4, 1.8, 2.2)
     assert frame_of((0, 1), []) == (0, 1, -1.0, 1.0)
