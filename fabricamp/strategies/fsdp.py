@@ -130,11 +130,8 @@ class FSDP(ProcessGroupStrategy):
             for unit in units:
                 self._shard(unit, own_modules(unit, units), plan, is_root=unit is units[-1])
         unfilled = self.broadcast(first.unfilled)
-        if unfilled and not plan.filled_later:
-            raise ConfigError(
-                f"{listed(unfilled)} of {kind} were built on the meta device, and no module gives them values: "
-                "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
-            )
+        if not plan.filled_later:
+            _refuse_unfilled(unfilled, kind)
         self._undo.note()
         self._undo.also(refuse_second_order(units))
         self._wrap_steps(module)
@@ -360,6 +357,14 @@ def _neighbours_along(ranks: Tensor, dimension: int) -> list[list[int]]:
     """Returns the ranks that differ in this dimension alone, group by group."""
     found: list[list[int]] = ranks.transpose(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
     return found
+
+
+def _refuse_unfilled(names: Sequence[str], kind: str) -> None:
+    if names:
+        raise ConfigError(
+            f"{listed(names)} of {kind} were built on the meta device, and no module gives them values: "
+            "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
+        )
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
