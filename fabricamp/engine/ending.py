@@ -42,7 +42,7 @@ def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
         _abandon(trainer, session)
     else:
         trainer.state.end()
-        session.close(failed=False)
+        _close(trainer, session)
     finally:
         trainer.state.end()
         detach(session.attachment, session.source)
@@ -105,6 +105,17 @@ def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
         _LOG.warning("fabricamp: %s; checkpoint: %s", explanation, path)
 
 
+def _close(trainer: Trainer, session: Session) -> None:
+    """Closes a run that came to its end; where its teardown raises, the module is given back all the same."""
+    try:
+        session.end(failed=False)
+    except BaseException:
+        trainer.state.fail()
+        session.give_back(failed=True)
+        raise
+    session.give_back(failed=False)
+
+
 def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
     explain(error, session.module, trainer.precision)
     launch.record_failure(error, in_a_run=trainer.world_size > 1)
@@ -133,4 +144,5 @@ def _give_back(session: Session, error: BaseException) -> None:
         if session.source.datamodule is not None:
             session.source.datamodule.on_exception(error)
     finally:
-        session.close(failed=True)
+        session.end(failed=True)
+        session.give_back(failed=True)

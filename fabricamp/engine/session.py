@@ -179,7 +179,7 @@ class Session:
             self.record.restore(self.checkpoint, str(self.trainer.ckpt_path), *sections)
 
     def _synchronise_batchnorm(self) -> None:
-        """Replaces every BatchNorm until :meth:`close`; those that the user made SyncBatchNorm stay what they are."""
+        """Replaces every BatchNorm until :meth:`give_back`; those that the user made SyncBatchNorm stay what they are."""
         before = set(self.module.modules())
         convert_syncbn_model(self.module)
         self._synchronised = [one for one in self.module.modules() if one not in before]
@@ -190,10 +190,9 @@ class Session:
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
-        accumulates = self.settings.accumulates
         state = self.trainer.state
         skipped, state.skipped_before = self.trainer.skipped_steps, 0
-        self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=accumulates)
+        self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
         state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts anew
         self.attachment.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
@@ -223,7 +222,7 @@ class Session:
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
         self.notices.begin()
         call_all(self.hooks("on_fit_start"))
-        if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.global_step == 0):
+        if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.batches_done == 0):
             self._sanity_check()
         self.settings.begin_epoch(self.trainer.state.epoch)  # which a run that goes on knows only now
         self.data.renew()
@@ -372,10 +371,8 @@ class Session:
         else:
             self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
 
-    # -- closing -----------------------------------------------------------------------------------------------------------------
-
-    def close(self, *, failed: bool) -> None:
-        """Gives the parts back; after a failure only what cannot fail on its own."""
+    def end(self, *, failed: bool) -> None:
+        """Ends what runs beside the loops, and calls ``teardown``."""
         self.closed = True
         self.watchdog.close()
         self.graphs.close(failed=failed)
@@ -383,6 +380,9 @@ class Session:
         self.predicted = None  # may be as large as the memory
         if not failed:
             self._call_setup("teardown")
+
+    def give_back(self, *, failed: bool) -> None:
+        """Gives the parts back; after a failure only what cannot fail on its own."""
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
         self.moments.end()
         self.conversion.undo()

@@ -179,6 +179,20 @@ def test_a_failure_is_the_users_own_and_leaves_the_module_usable():
     assert result["val_loss"] > 0
 
 
+def test_a_teardown_that_raises_leaves_the_module_usable_too():
+    def teardown(self, stage):
+        message = "the user's own"
+        raise KeyError(message)
+
+    module = variant(teardown=teardown)
+    trainer = quiet_trainer(max_epochs=1, precision="O5")
+    with pytest.raises(KeyError, match="the user's own"):
+        trainer.fit(module, loader(8))
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert not module.net[0]._forward_hooks
+    assert trainer.state.status == "interrupted"
+
+
 def test_a_run_that_cannot_begin_leaves_no_folder_and_keeps_no_number(tmp_path):
     wrong = variant(configure_optimizers=lambda self: "sgd")
     options = {"logger": True, "enable_checkpointing": True, "default_root_dir": tmp_path}

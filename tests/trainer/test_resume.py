@@ -249,6 +249,23 @@ def test_a_validation_that_wrote_the_file_is_not_made_again(interval, tmp_path):
         assert (trainer.current_epoch, trainer.global_step) == (1, 6)
 
 
+def test_a_run_that_goes_on_within_its_first_window_tries_no_validation_again(tmp_path):
+    class Tries(Callback):
+        tried = 0
+
+        def on_sanity_check_start(self, trainer, module):
+            self.tried += 1
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "cut.ckpt")
+
+    for ckpt_path, tried in (None, 1), (tmp_path / "cut.ckpt", 0):
+        tries = Tries()
+        fit(1, ckpt_path=ckpt_path, val=loader(4), accumulate_grad_batches=2, callbacks=[tries])
+        assert tries.tried == tried
+
+
 def test_the_number_of_batches_stays_the_epochs_while_a_resumed_one_begins(tmp_path):
     fit(4, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="cut")])
     seen = []
