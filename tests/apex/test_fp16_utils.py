@@ -16,10 +16,6 @@ from tests.apex.amp_nets import Net, batch, net, same
 HALF = torch.float16
 
 
-def half_net():
-    return fp16_utils.convert_network(net(), HALF)
-
-
 def loss_of(model, index):
     x, y = batch(index)
     return F.cross_entropy(model(x.half()).float(), y)
