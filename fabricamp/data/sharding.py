@@ -61,15 +61,17 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
         self._rank, self._world_size, self._whole_rounds = rank, world_size, train
 
 
-def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy) -> None:
+def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks: bool) -> None:
     """Lets the first pass of ``feed`` raise :class:`ConfigError` where ranks, or workers, begin with the same batch.
 
-    Looked at are streams that shard themselves, or do not.  A batch of equal numbers tells nothing.
+    Looked at are streams that shard themselves, or do not.  A batch of equal numbers tells nothing.  ``among_ranks``: all ranks
+    make this pass, and exchange what they begin with; else each looks at its own workers.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, Sharded):
         return
-    if strategy.data_ranks == 1 and loader.num_workers < 2:
+    exchanges = among_ranks and strategy.data_ranks > 1
+    if not exchanges and loader.num_workers < 2:
         return
     behind, looked = feed.behind, False
 
@@ -78,17 +80,18 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy) -> None:
         if looked:
             return behind(count)
         looked = True
-        return _looked_at(behind(count), loader.num_workers, strategy, _words(type(dataset).__name__))
+        words = _words(type(dataset).__name__)
+        return _looked_at(behind(count), loader.num_workers, strategy if exchanges else None, words)
 
     feed.behind = first_pass  # type: ignore[method-assign]  # of this one
 
 
 def _looked_at(
-    batches: Iterator[Any], workers: int, strategy: Strategy, words: Callable[[str], ConfigError]
+    batches: Iterator[Any], workers: int, strategy: Strategy | None, words: Callable[[str], ConfigError]
 ) -> Iterator[Any]:
     first = next(batches, None)
     seen = [None if first is None else _digest(first)]
-    if strategy.data_ranks > 1:
+    if strategy is not None:
         everywhere = strategy.all_gather_object(seen[0])[:: strategy.tensor_parallel]
         equal = [rank for rank, one in enumerate(everywhere) if one is not None and everywhere.count(one) > 1]
         if equal:

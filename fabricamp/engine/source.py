@@ -211,8 +211,9 @@ class DataSource:
         self._feeds.append((loader, feed))
         if trains:
             self.train_feed = feed
-            if self._settings.use_distributed_sampler:
-                look_for_doubles(feed, loader, self._strategy)
+        if self._settings.use_distributed_sampler:
+            # A rank that was stopped in one loader to evaluate on does not come to the next.
+            look_for_doubles(feed, loader, self._strategy, among_ranks=trains)
         return feed
 
     def _ahead_of_steps(self, owner: Any, own: list[bool], ahead: int) -> int:

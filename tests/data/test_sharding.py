@@ -107,6 +107,14 @@ def test_workers_that_read_the_same_are_an_error():
     assert len(fitted(Stream(), workers=2, use_distributed_sampler=False).seen) == 52
 
 
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_workers_that_read_the_same_are_an_error_in_an_evaluation_too(call):
+    module = Sees()
+    module.test_step, module.predict_step = module.validation_step, module.validation_step
+    with pytest.raises(ConfigError, match="workers 0 and 1 begin with the same batch of Stream"):
+        getattr(quiet_trainer(), call)(module, DataLoader(Stream(), 2, num_workers=2))
+
+
 def test_equal_numbers_tell_nothing():
     class Ones(Stream):
         def __iter__(self):
