@@ -63,6 +63,7 @@ class ProgressBar(Callback):
         self._loader = 0
         self._shown: Pairs = []
         self._pending: Pairs | None = None
+        self._rate: float | None = None
         self._num_lines = 0
         self._last_line = -math.inf
 
@@ -113,6 +114,8 @@ class ProgressBar(Callback):
         label = f"epoch {number}/{last}" if last >= 0 else f"epoch {number}"
         self._train = Track(label, done=trainer.state.batch_idx)
         self._train.total = _train_total(trainer, self._train.done)
+        by_epochs = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs[:1])
+        self._rate = dict(_moving(trainer)).get("lr") if by_epochs else None
         self._open(trainer)
         if self._outdated and self._screen is not None and self._screen.is_live:
             self._draw(trainer)
@@ -142,7 +145,11 @@ class ProgressBar(Callback):
         cut_short = train.total is not None and train.done < train.total
         position = [("", train.position)] if cut_short else []
         time = ("", duration(monotonic() - train.started))
-        self._pending = [(train.label, ""), *position, *self._step_and_metrics(trainer), time, ("", train.mean_pace)]
+        values = self._step_and_metrics(trainer)
+        if self._rate is not None and "lr" not in trainer.progress_bar_metrics:
+            # The scheduler has moved on: its rate is the next epoch's.
+            values = [(name, _as_text(self._rate) if name == "lr" else text) for name, text in values]
+        self._pending = [(train.label, ""), *position, *values, time, ("", train.mean_pace)]
         self._train = None
         self._write_pending()
 

@@ -21,6 +21,7 @@ from fabricamp.callbacks import _screens, progress_bar
 from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
 from fabricamp.errors import ConfigError
 from tests.distributed.forked import start_forked
+from tests.small import Classifier, loader, quiet_trainer
 
 
 def stand_in(**overrides):
@@ -134,7 +135,7 @@ def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, c
     scaler = SimpleNamespace(dynamic=True, scale=65536.0)
     moving = stand_in(
         progress_bar_metrics={"loss": 0.5},
-        lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
+        lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="step")],
         precision_plugin=SimpleNamespace(verdicts=scaler),
     )
     bar = ProgressBar()
@@ -145,6 +146,17 @@ def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, c
     moving.progress_bar_metrics["lr"] = 3.0
     run_epoch(bar, moving, clock, 0.5)
     assert "  loss 0.5000  lr 3.000  2.0 s" in capsys.readouterr().out, "the user's own lr; a tensor is not read"
+
+
+def test_an_epochs_line_has_the_rate_of_the_epoch_and_not_that_of_the_next(capsys):
+    class Halved(Classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    quiet_trainer(max_epochs=3, enable_progress_bar=True).fit(Halved(), loader(16))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert [line.partition("  lr ")[2].split()[0] for line in lines] == ["0.5000", "0.2500", "0.1250"]
 
 
 def test_long_validation_shows_its_own_position(clock, capsys):
@@ -184,10 +196,10 @@ def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, capsys
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"test_acc": 0.975})
     bar.setup(trainer, None, "test")
     bar.on_test_start(trainer, None)
-    for loader, batches in enumerate((2, 3)):
+    for number, batches in enumerate((2, 3)):
         for index in range(batches):
             clock.now += 10.0
-            bar.on_test_batch_end(trainer, None, None, None, index, loader)
+            bar.on_test_batch_end(trainer, None, None, None, index, number)
     bar.on_test_end(trainer, None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "test 1/2  1/2  10.0 s/it"
