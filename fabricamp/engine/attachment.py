@@ -31,6 +31,9 @@ class Attachment:
         self.toggled: list[Tensor] = []
         """What ``toggle_optimizer`` froze."""
 
+    def show_dtypes(self) -> None:
+        """Lets ``self.dtype`` say what the parameters are now; a module of ours looks at them itself."""
+
     def release(self) -> None:
         """Takes back what the module was lent for the run; one of ours was lent nothing."""
 

@@ -124,6 +124,7 @@ class Session:
         # Before any masters are taken: these have to be the same on every rank too.
         self.strategy.share_module(self.module)
         self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
+        self.attachment.show_dtypes()
         if ckpt_path is not None and self.module.dtype is torch.float64:
             self._restore("weights")  # once more: fp32 could not hold them
         if self.fn is TrainerFn.FITTING:

@@ -75,8 +75,15 @@ class Loan(Attachment):
         lent["__getstate__"] = partial(_state_without, module, frozenset([*lent, "__getstate__"]))
         return lent
 
+    def show_dtypes(self) -> None:
+        """Lightning's modules keep a dtype apart from their parameters, which we convert past ``to``."""
+        for one, *_ in self._borrowers:
+            if any(parameter.is_floating_point() for parameter in one.parameters()):
+                vars(one)["_dtype"] = TrainingModule.dtype.fget(one)  # type: ignore[attr-defined]  # a property's
+
     def release(self) -> None:
         """Takes back what was lent; a second time changes nothing."""
+        self.show_dtypes()
         for one, lent, before in self._borrowers:
             for name, value in lent.items():
                 if vars(one).get(name) is value:

@@ -261,6 +261,22 @@ def test_what_a_step_sees_of_the_run(capsys):
     assert "printed 5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("precision", "within", "behind"),
+    [("64-true", torch.float64, torch.float64), ("bf16-true", torch.bfloat16, torch.float32)],
+)
+def test_the_modules_dtype_is_that_of_its_weights(precision, within, behind):
+    class Looks(Steps, pl.LightningModule):
+        def configure_optimizers(self):
+            self.seen = self.dtype, self.net[0].weight.dtype
+            return super().configure_optimizers()
+
+    module = Looks()
+    quiet_trainer(max_steps=1, precision=precision).fit(module, data())
+    assert module.seen == (within, within)
+    assert (module.dtype, module.net[0].weight.dtype) == (behind, behind)
+
+
 def test_a_checkpoint_goes_from_one_to_the_other_and_back(tmp_path):
     kind = pair(Steps)[0]
     module, trainer = kind(lr=0.03), quiet_trainer(max_epochs=1)
