@@ -86,7 +86,7 @@ def _requeue(trainer: Trainer, reason: str) -> None:
     """Asks for the job to be run again; all ranks wait for that, since a starter may end the others where the first one leaves."""
     try:
         if not hand_on(reason) and trainer.is_global_zero and (said := launch.requeue_job()):
-            print(f"fabricamp: {said}", flush=True)
+            say(f"fabricamp: {said}")
     finally:
         with contextlib.suppress(DistributedError):
             trainer.strategy.barrier("the requeue")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -126,7 +127,8 @@ def say(line: str) -> None:
     if sys.stdout.isatty():
         width = max(shutil.get_terminal_size().columns, 20)
         line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(line, flush=True)
+    with contextlib.suppress(OSError):  # the terminal, or the reader of the pipe, is gone: no reason for a run to fail
+        print(line, flush=True)
 
 
 def shown(path: str | Path | None) -> str:

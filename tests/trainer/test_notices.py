@@ -1,7 +1,9 @@
 """The lines that tell how a fit begins and why it ended."""
 
+import io
 import re
 import signal
+import sys
 
 import pytest
 from torch.utils.data import DataLoader
@@ -96,6 +98,21 @@ def test_the_number_of_epochs_that_nobody_gave_is_said(lines):
         "max_epochs was not given: 1000 epochs (-1 for no limit)",
         "Ended at step 4: should_stop was set",
     ]
+
+
+def test_a_reader_that_is_gone_is_no_reason_for_a_run_to_fail(monkeypatch):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    class Leave(Callback):
+        def on_train_start(self, trainer, module):
+            monkeypatch.setattr(sys, "stdout", Gone())
+
+    trainer = quiet_trainer(callbacks=Leave(), max_epochs=2, enable_progress_bar=True)
+    trainer.fit(Classifier(), loader(16))
+    assert "Ended at step 8" in sys.stdout.getvalue()
+    assert trainer.state.status == "finished"
 
 
 def test_an_interruption_at_a_prompt_says_how_to_go_on(lines):
