@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from fabricamp.callbacks.base import Callback
@@ -57,6 +58,10 @@ def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
         raise ConfigError(f"{name} has no {step}, which {needs} needs; write one{instead}")
     if fn is not TrainerFn.FITTING:
         return
+    if torch.is_inference_mode_enabled() or (module.automatic_optimization and not torch.is_grad_enabled()):
+        raise ConfigError(
+            "fit was called within torch.inference_mode() or torch.no_grad(), where nothing trains; call it outside"
+        )
     if not overrides(module, "configure_optimizers", TrainingModule):
         raise ConfigError(f"{name} has no configure_optimizers, which fit needs; return an optimizer from it, or None")
     _check_training_step(module)

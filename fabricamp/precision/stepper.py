@@ -282,19 +282,18 @@ class OptimizerStepper(Stepper):
             if holder is not target and holder.grad is not shown and target.grad is shown:
                 target.grad = None if holder.grad is None else holder.grad.to(target.dtype)
         assert binding.found_inf is not None
-        if clip is None or self._plain:
-            if clip is not None:
-                clip_gradients(binding.optimizer, clip)
-            return binding.found_inf
         targets = [target for target in binding.targets if target.grad is not None]
-        values = binding.own([values_of(target.grad) for target in targets])
-        max_norm, limit = limits(clip)
-        if self._scaler is None and max_norm is None:
-            ops.scale(values, values, 1.0, limit)
-            return binding.found_inf
-        self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
-        ops.scale(values, values, self._state.multiplier, limit)
-        return torch.maximum(binding.found_inf, self._state.found_inf)
+        values, found_inf = binding.own([values_of(target.grad) for target in targets]), binding.found_inf
+        max_norm, limit = limits(None if self._plain else clip)
+        multiplier: Tensor | float = 1.0
+        if self._scaler is not None or max_norm is not None:  # hooks may have written what is not finite
+            self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
+            multiplier, found_inf = self._state.multiplier, torch.maximum(found_inf, self._state.found_inf)
+        if clip is not None and self._plain:
+            clip_gradients(binding.optimizer, clip)
+        elif clip is not None:
+            ops.scale(values, values, multiplier, limit)
+        return found_inf
 
     def _run(self, optimizer: Optimizer, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
         update = run or optimizer.step

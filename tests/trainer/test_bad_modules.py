@@ -151,6 +151,13 @@ def test_callbacks_with_one_key_for_two_states():
         quiet_trainer(callbacks=[Keeps(), Keeps()])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_fit_where_nothing_trains_is_told_before_it_begins(mode):
+    module = Classifier()
+    with mode(), pytest.raises(ConfigError, match=r"within torch\.inference_mode\(\) or torch\.no_grad\(\)"):
+        fit(module)
+
+
 def test_a_failure_is_the_users_own_and_leaves_the_module_usable():
     class Fails(Classifier):
         def training_step(self, batch, batch_idx):

@@ -215,6 +215,27 @@ def test_skip_goes_on_without_a_dynamic_scale(level, caplog):
     assert "fabricamp: 1 step was skipped, as gradients were not finite (1 in all)" in caplog.text
 
 
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_what_a_hook_writes_into_gradients_is_looked_at_too(level, clip):
+    class Writes(Spoils):
+        def on_after_backward(self, trainer, module):
+            """Not here."""
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            super().on_after_backward(trainer, module)
+
+    writes, module = Writes(2), Task("FusedAdam")
+    options = {} if clip is None else {"gradient_clip_val": 1.0, "gradient_clip_algorithm": clip}
+    trainer = quiet_trainer(
+        precision=small_scale(level), nan_policy="skip", max_epochs=1, callbacks=[writes], **options
+    )
+    trainer.fit(module, loader(32))
+    assert (trainer.global_step, trainer.skipped_steps) == (8, 1)
+    assert equal(writes.weights[2], writes.weights[3])
+    assert not equal(writes.weights[3], writes.weights[4])
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_twenty_skips_at_the_floor_end_the_run(level):
     scale = OptLevel(level, max_loss_scale=4.0, min_loss_scale=1.0) if level != "O0" else level
