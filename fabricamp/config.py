@@ -207,6 +207,7 @@ def _put(content: Any, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key or key != key.strip() or key.startswith("-"):
         bare = key.strip().lstrip("-") or "trainer.precision"
+        bare = f"trainer.{bare}" if bare in inspect.signature(Trainer).parameters else bare
         example = f"{bare}={text.strip() or 'VALUE'}"
         raise ConfigError(f"{override!r} is no override; write key=value without spaces or dashes, as in {example}")
     try:

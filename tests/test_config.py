@@ -167,6 +167,7 @@ def test_the_seed_comes_before_the_module(folder):
         ("module.lr=[1", r"cannot be read as YAML"),
         ("trainer.precision", r"is no override; write key=value"),
         ("--trainer.precision=O1", r"as in trainer\.precision=O1"),
+        ("--max_epochs=4", r"as in trainer\.max_epochs=4"),
         ("=O1", r"is no override"),
         ("trainer.precision =O1", r"without spaces"),
     ],
