@@ -110,8 +110,17 @@ class DDP(ProcessGroupStrategy):
         forward = self._forward
         _check_trainable(forward.module)
         self.check_same_module(forward.module)
+        self._exchange_frozen()
         self._release()
         return self._wrapped(forward)
+
+    def _exchange_frozen(self) -> None:
+        """Averages what frozen parameters have from a window that was carried over: no wrapper does it any more."""
+        for parameter in [one for one in self._trainable.values() if not one.requires_grad]:
+            begun = torch.tensor(parameter.grad is not None, dtype=torch.bool, device="cpu")
+            if self.reduce(begun, "max").item():
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.reduce(own)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""

@@ -264,10 +264,15 @@ def check_freezing():
     step(batch_of(strategy.rank, 0), 0).backward()
     strategy.reduce_gradients()
 
+    net.zero_grad()
+    with strategy.no_sync():  # of a window that is carried over
+        step(batch_of(strategy.rank, 1), 0).backward()
+    mean = strategy.reduce(net.first.weight.grad)
     net.last.requires_grad_(requires_grad=True)
     net.first.requires_grad_(requires_grad=False)
-    net.zero_grad()
     step = strategy.rewrap_module(step)
+    assert torch.equal(net.first.weight.grad, mean)
+    net.zero_grad()
     assert strategy.rewrap_module(step) is step
     for index in range(2):
         net.zero_grad()
