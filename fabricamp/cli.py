@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ](options)
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
+    except KeyboardInterrupt:
+        # Of a run that it cut the Trainer has told; elsewhere, as within imports, there is nothing to tell.
+        return 128 + signal.SIGINT
 
 
 def _check_command(word: str) -> None:

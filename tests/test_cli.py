@@ -229,6 +229,15 @@ def test_an_evaluation_writes_its_configuration_too(command):
     assert "lr: 0.0003" in copy.read_text()
 
 
+def test_an_interruption_is_code_130_and_no_traceback(monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fabricamp.config.read_config", interrupted)
+    assert main(["fit", "config.yaml"]) == 130
+    assert capfd.readouterr().err == ""
+
+
 def test_nothing_given_prints_the_help(capfd):
     assert main([]) == 2
     out = capfd.readouterr().out
