@@ -20,7 +20,7 @@ def as_seconds(name: str, value: Any) -> float | None:
         elif isinstance(value, dict):
             length = timedelta(**value)
     except (TypeError, ValueError) as error:
-        why = f" ({error})"
+        why = f" ({error})" if isinstance(value, dict) else ""
     if isinstance(length, timedelta) and length >= timedelta(0):
         return length.total_seconds()
     raise ConfigError(
