@@ -49,7 +49,10 @@ class LRFinder:
         self.lr_max = lr_max
         self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
-        """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over the ones before."""
+        """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over the ones before.
+
+        The numbers are Lightning's, of which the first come out too small: a half, two thirds, three quarters of the loss.
+        """
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Returns the rate at which the loss falls fastest; None where fewer than two losses are finite.
