@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from multiprocessing import resource_sharer
 
@@ -107,24 +108,31 @@ def test_a_schedule_that_is_at_its_end():
 class Dies(torch.utils.data.Dataset):
     """At its third sample the worker is as in the moment of its death: its connections are gone, and it is not."""
 
+    def __init__(self):
+        self.gone = multiprocessing.Event()
+
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
         if index == 2:
+            while not resource_sharer._resource_sharer._cache:  # until the second lies there to be taken
+                time.sleep(0.01)
             resource_sharer.stop()
-            time.sleep(3)
+            self.gone.set()
         return torch.ones(2)
 
 
 def test_a_batch_whose_worker_is_gone():
+    data = Dies()
+
     class Slow(Line):
         def training_step(self, batch, batch_idx):
-            time.sleep(1)  # the worker comes to its third sample, and nobody has taken the second
+            assert data.gone.wait(60)  # the worker comes to its third sample, and nobody has taken the second
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(OSError) as failure:  # which of its kinds depends on how far the worker's end is
-        Trainer(**QUIET, max_epochs=1).fit(Slow(), torch.utils.data.DataLoader(Dies(), num_workers=1))
+        Trainer(**QUIET, max_epochs=1).fit(Slow(), torch.utils.data.DataLoader(data, num_workers=1))
     assert "a DataLoader worker exited unexpectedly before its batch was taken" in failure.value.__notes__[0]
 
 
