@@ -16,10 +16,12 @@ _LOG_SERVER: Final = "write a Logger around its package (docs/architecture.md, A
 _OWN_LOOP: Final = (
     "override the hooks of a LightningModule, or set automatic_optimization = False and step in training_step"
 )
+_NO_FABRIC: Final = "write the loop around torch, or a LightningModule with automatic_optimization = False"
 _ONE_FILE: Final = "a checkpoint is one file here, whole already"
 _HARDWARE: Final = "give Trainer(accelerator='cpu' or 'gpu')"
 
 NOT_OFFERED: Final = {
+    "Fabric": _NO_FABRIC,
     "accelerators.MPSAccelerator": _HARDWARE,
     "accelerators.XLAAccelerator": _HARDWARE,
     "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
@@ -31,7 +33,7 @@ NOT_OFFERED: Final = {
     "cli.LightningArgumentParser": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
     "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
     "demos": "write the module into your test: a linear layer is ten lines",
-    "fabric": "write the loop around torch, or a LightningModule with automatic_optimization = False",
+    "fabric": _NO_FABRIC,
     "loggers.NeptuneLogger": _LOG_SERVER,
     "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",
     "core.saving": "a module's class has load_from_checkpoint, and a logger writes hparams.yaml",

@@ -211,10 +211,11 @@ def test_a_mistake_gets_one_line_and_code_2(words, message, capfd):
 
 
 def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
-    assert main(["fit", "config.yaml", "ckpt_path=missing.ckpt"]) == 2
-    error = capfd.readouterr().err
-    assert "missing.ckpt" in error
-    assert "Traceback" not in error
+    for command in (["fit", "config.yaml", "ckpt_path=missing.ckpt"], ["export", "missing.ckpt", "--to", "a.pt"]):
+        assert main(command) == 2
+        error = capfd.readouterr().err
+        assert "'missing.ckpt' is not there" in error
+        assert "Traceback" not in error
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder():

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.naming import check_arguments, full_name, published_values
 from fabricamp.metrics.slots import NO_LOADER, Arguments, Cell, MetricTable, Slot
-from fabricamp.metrics.values import as_weight, batch_length, is_metric, plain_value
+from fabricamp.metrics.values import as_weight, batch_length, is_metric, plain_value, tell_of_lengths
 from fabricamp.metrics.views import Dtypes, dtype_of
 from fabricamp.state import RunState, Scope
 
@@ -54,7 +54,7 @@ class Recording:
         except TypeError:  # not hashable: one of the arguments is wrong, and found below
             slot = None
         if slot is None or slot.scope is not state.scope or slot.loader != state.dataloader_idx:
-            slot = self._known[call] = self._find_slot(Arguments(*call), value)
+            slot = self._known[call] = self._find_slot(Arguments(*call), value, batch_size)
         if type(value) is not Tensor or value.ndim or slot.metric is not None:
             self._keep_other(slot, value, batch_size)
         elif value.is_cpu and self.reads_cpu_tensors:
@@ -81,7 +81,7 @@ class Recording:
             self._asynchronous = table.device.type == "cuda"
         return table
 
-    def _find_slot(self, arguments: Arguments, value: Any) -> Slot:
+    def _find_slot(self, arguments: Arguments, value: Any, batch_size: int | None) -> Slot:
         """The slot of a call that is new, or that comes from another place than its last repetition."""
         state = self._state
         check_arguments(arguments, state)
@@ -99,6 +99,8 @@ class Recording:
                 "use the same arguments, or two names"
             )
         slot.loader = state.dataloader_idx
+        if batch_size is None and slot.weighs and self._strategy.rank == 0:
+            tell_of_lengths(arguments.name, state.batch)
         return slot
 
     def _new_slot(self, arguments: Arguments, value: Any) -> Slot:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard, whole
+from fabricamp.say_once import say_once
 
 
 def is_metric(value: object) -> bool:
@@ -68,6 +69,16 @@ def as_weight(name: str, batch_size: Any) -> int:
     if weight < 0:
         raise ConfigError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size is an int, 0 or more")
     return weight
+
+
+def tell_of_lengths(name: str, batch: Any) -> None:
+    """Says once where a batch does not tell how many samples it holds: its tensors are not equally long."""
+    lengths = {one.shape[0] for one in tensors_within(batch) if one.ndim}
+    if len(lengths) > 1:
+        say_once(
+            f"fabricamp: self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor, but its "
+            "tensors are not equally long; pass batch_size="
+        )
 
 
 def batch_length(name: str, batch: Any) -> int:

@@ -379,6 +379,18 @@ def test_the_batch_size_is_the_length_of_the_first_tensor(run, batch):
     assert run.metrics.end_train_epoch(1) == {"x_epoch": 2.0}
 
 
+def test_a_batch_whose_tensors_are_not_equally_long_is_told_of(run, caplog):
+    run.state.batch = [torch.zeros(3), torch.zeros(3, 2), torch.tensor(1.0)]
+    run.log("even", torch.tensor(1.0), on_epoch=True)
+    run.state.batch = [torch.zeros(3), torch.zeros(9)]
+    run.log("uneven, given", torch.tensor(1.0), on_epoch=True, batch_size=9)
+    run.log("uneven, a sum", torch.tensor(1.0), on_epoch=True, reduce_fx="sum")
+    assert caplog.text == ""
+    for _ in range(2):
+        run.log("uneven", torch.tensor(1.0), on_epoch=True)
+    assert caplog.text.count("self.log('uneven', on_epoch=True) weighs each value") == 1
+
+
 def test_a_batch_without_tensors_is_asked_about_only_where_it_matters(run):
     run.state.batch = ["a", "b"]
     run.log("step", torch.tensor(1.0))
