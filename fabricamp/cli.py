@@ -261,8 +261,6 @@ def _export(options: argparse.Namespace) -> int:
     from fabricamp.config import locate
     from fabricamp.export import export
 
-    if not ("://" in options.checkpoint or Path(options.checkpoint).expanduser().exists()):
-        raise ConfigError(f"{options.checkpoint!r} is not there; give the file or folder of a checkpoint")
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does for a script
     module: Any = locate(options.module, "--module") if options.module else None
     try:

@@ -49,7 +49,8 @@ def export(
             half at O3 and the half ``true`` precisions.
 
     Raises:
-        ConfigError: where the format is not known, a package is missing, or ``module`` or ``inputs`` are needed.
+        ConfigError: where there is no such checkpoint, the format is not known, a package is missing, or ``module`` or ``inputs``
+            are needed.
         CheckpointError: for a file that is no checkpoint, or cannot be written.
 
     Example:
@@ -57,6 +58,8 @@ def export(
     """
     as_folder = str(to).endswith("/")
     path = _checked(Path(to).expanduser(), dtype, whole=as_folder)
+    if not ("://" in str(checkpoint) or Path(checkpoint).expanduser().exists()):
+        raise ConfigError(f"{str(checkpoint)!r} is not there; give the file or folder of a checkpoint, or a URL")
     content = read_checkpoint(checkpoint)
     weights = content.get("state_dict")
     if not isinstance(weights, dict):
