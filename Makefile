@@ -67,7 +67,7 @@ quick: $(STAMP) layers ## within a minute: lint, layers, types of changed files,
 	@$(BIN)/ruff format -q --check
 	@sources=$$($(BIN)/python tests/changed_parts.py --base $(BASE) --sources); test -z "$$sources" || $(BIN)/mypy $$sources
 	@tests=$$($(BIN)/python tests/changed_parts.py --base $(BASE)); test -z "$$tests" || OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= \
-		$(PYTEST) -q -n 2 --no-header -r fE --session-timeout=35 $$tests || \
+		$(PYTEST) -q -n 2 --no-header -r fE --session-timeout=45 $$tests || \
 		{ test $$? -eq 2 && echo "the time is up: make test has the rest"; }
 
 lint: $(STAMP) layers ## ruff, its formatter, codespell, and the import layers

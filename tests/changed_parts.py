@@ -3,7 +3,7 @@
     python tests/changed_parts.py [--base COMMIT] [--sources]
 
 A changed test file is its own, and the page of features may name a test that was in it; a changed module's are those that import it
-by its own name or have its name in theirs, and that start no processes.
+by its own name or have its name in theirs, and that start no processes.  Of what every fit runs (WHOLE_RUNS), those of fits too.
 ``--sources`` prints the changed files of the package instead.
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
 """Folders whose tests start processes or compile for every card: run where they themselves have changed, and by `make test`."""
+WHOLE_RUNS = {"engine": {"loop", "trainer"}, "trainer": {"loop", "trainer"}}
+"""Folders whose tests run whole fits, by the part of the package that they are about."""
 NAMES_TESTS = Path("tests", "examples", "test_features.py")
 """Looks whether the tests that docs/features.md names are there."""
 
@@ -54,6 +56,7 @@ def tests_for(files):
     ]
     modules = {module_of(one) for one in sources}
     places = {(one.parts[1], one.stem.strip("_")) for one in sources}
+    folders = set().union(*(WHOLE_RUNS.get(part, ()) for part, _ in places))
     helpers = {module_of(one) for one in files if one.parts[0] == "tests" and not one.name.startswith("test_")}
     kernels = {one.stem for one in files if one.suffix in {".cu", ".cuh"}}
     others = []
@@ -61,7 +64,7 @@ def tests_for(files):
         place = test.relative_to(ROOT)
         if place in own or place.parts[1] in WITH_PROCESSES:
             continue
-        named = any(place.parts[1] == part and stem in place.stem for part, stem in places)
+        named = place.parts[1] in folders or any(place.parts[1] == part and stem in place.stem for part, stem in places)
         if named or imported(test) & (modules | helpers) or any(f'"{one}"' in test.read_text() for one in kernels):
             others.append(place)
     return [*own, *([NAMES_TESTS] if own and NAMES_TESTS not in own else []), *others]

@@ -21,6 +21,12 @@ def test_a_module_has_the_tests_for_its_name_and_those_that_import_it():
     assert "tests/callbacks/test_early_stopping.py" in found("fabricamp/callbacks/early_stopping.py")
 
 
+def test_what_every_fit_runs_has_the_tests_of_fits():
+    tests = found("fabricamp/engine/session.py")
+    assert {Path(one).parts[1] for one in tests} >= {"loop", "trainer"}
+    assert "tests/trainer/test_resume.py" in tests
+
+
 def test_kernels_helpers_and_tests_themselves():
     assert "tests/ops/test_dispatch.py" in found("fabricamp/ops/kernels/adam.cu")
     assert "tests/parity/test_torch_defaults.py" in found("tests/whole_run.py")
