@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.containers import own_containers
@@ -295,3 +295,11 @@ def _is_loader(member: Any) -> bool:
     # Arrays, tensors, and classes of batches (those move with .to) can be iterated too.
     computed = isinstance(member, str | bytes | Mapping) or hasattr(member, "__array__") or hasattr(member, "to")
     return hasattr(member, "__iter__") and not computed
+
+
+def exact_length(loader: Any) -> int | float:
+    """The number of batches where it can be relied on, else inf: an IterableDataset's len is an estimate."""
+    members = loader.members if isinstance(loader, CombinedLoader) else [loader]
+    if any(isinstance(member, DataLoader) and isinstance(member.dataset, IterableDataset) for member in members):
+        return math.inf
+    return known_length(loader)

@@ -9,11 +9,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-from fabricamp.data.combined import CombinedLoader, CombinedPass
+from fabricamp.data.combined import CombinedLoader, CombinedPass, exact_length
 from fabricamp.data.lengths import known_length
 from fabricamp.data.position import (
+    as_saved,
     batches_behind,
     begin,
     draws_of,
@@ -21,7 +21,7 @@ from fabricamp.data.position import (
     end_workers,
     enter,
     generators_of,
-    is_enterable,
+    is_read_past,
     is_stateful,
     isolate,
     own_sampler,
@@ -29,6 +29,7 @@ from fabricamp.data.position import (
     restore,
     restore_states,
     states_of,
+    without_first,
 )
 from fabricamp.data.staging import Staging
 from fabricamp.errors import CheckpointError, ConfigError
@@ -48,7 +49,6 @@ class Feed:
     that the previous step left (the user's ``on_after_batch_transfer``).  ``prepare`` runs ``prefetch`` batches ahead, on
     a CUDA ``device`` on a stream of its own, and ``finish`` when the batch is handed over, on the stream of the step.
     ``hooked`` says that hooks of the user are in ``prepare``, which may draw.
-
     Without ``prefetch`` one batch is read ahead where the loader does not say exactly how many it gives.
     ``begun`` says that the run has begun a pass before, in an earlier process.
 
@@ -93,6 +93,9 @@ class Feed:
         self._loaded: dict[str, Any] | None = None
         self._over = False
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
+        # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
+        self._notes_end = all(is_stateful(one) and own_sampler(one) is None for one in self._members)
+        self._ended = self._ended_before = None  # type: dict[str, Any] | None
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
         self.counts_alone = not self._marks
@@ -148,12 +151,12 @@ class Feed:
     @property
     def length(self) -> int | float:
         """How many batches a pass has from its beginning; inf where only reading them tells."""
-        return min(whole, self.limit) if (whole := _exact_length(self._loader)) < math.inf else whole
+        return min(whole, self.limit) if (whole := exact_length(self._loader)) < math.inf else whole
 
     @property
     def read_past(self) -> list[str]:
         """The kinds of loaders that a resumed pass has to read from the beginning."""
-        return [type(member).__name__ for member in self._members if _is_read_past(member)]
+        return [type(member).__name__ for member in self._members if is_read_past(member)]
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """Returns where the pass stands once ``batches`` of it are done (0: between two passes), on this rank."""
@@ -161,16 +164,18 @@ class Feed:
             return self._loaded
         state: dict[str, Any] = {"batches": batches, "generators": states_of(generators_of(self._members))}
         samplers = map(own_sampler, self._members)
-        state["orders"] = [None if one is None else one.order.state_dict() for one in samplers]
-        state["again"] = self._again
+        orders = [None if one is None else one.order.state_dict() for one in samplers]
+        state |= {"orders": orders, "again": self._again}
         over = self.is_over(batches)
+        ended = self._ended_before if self._ended is None else as_saved(self._ended)
+        state |= {"ended": ended} if ended and (batches == 0 or batches >= self._whole) else {}
         if over or batches == 0:
             # Streams that have come to their end may know more than that: how to begin again.
             places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
             if self._resume is not None:
                 places = self._resume["places"]
             return {**state, "places": places, "last": over}
-        marks = [_written(mark) for _, mark in self._queue if mark]
+        marks = [as_saved(mark) for _, mark in self._queue if mark]
         ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
         drawn = [mark["drawn"] for mark in marks[1:]]
         return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
@@ -186,10 +191,11 @@ class Feed:
             )
         self.last = self._over = bool(state["last"])
         self._loaded, self._again = state, bool(state.get("again", True))
+        self._ended_before = state.get("ended")
         self._choose_orders(state.get("orders"), places)
         if self.last:
             self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
-            whole = min(_exact_length(self._loader), self.limit)
+            whole = min(exact_length(self._loader), self.limit)
             self._whole = batches if whole == math.inf else int(whole)
             return self._whole
         self._resume = state if places else None
@@ -209,7 +215,7 @@ class Feed:
                 sampler.go_on(order, draws_of(place or {}))
 
     def _run(self) -> Generator[Any, None, None]:
-        announced = _exact_length(self._loader)
+        announced = exact_length(self._loader)
         self._ends_by_drawing = announced <= self.limit and own_sampler(self._loader) is not None
         total = min(announced, self.limit) - self._behind
         if total <= 0:
@@ -246,8 +252,11 @@ class Feed:
         self._queue, self._failure = deque(), None
         self._given, self._to_the_end = 0, total == math.inf
         generators = generators_of(self._members)
+        ended, self._ended, self._ended_before = self._ended_before, None, None
+        if ended and self._notes_end and len(ended["places"]) == len(self._members):
+            self._end_again(ended)
         if not resume.get("batches"):
-            rng = capture_rng() if any(map(_is_read_past, self._members)) else None
+            rng = capture_rng() if any(map(is_read_past, self._members)) else None
             self._begun = {"rng": rng, "generators": states_of(generators), "again": self._again}
             self._source = self._enter(resume)
             return self._taken(total, exactly=exactly, prepare=prepare)
@@ -263,6 +272,16 @@ class Feed:
                 restore(drawn, generators)
                 self._read(batches)
             return batches
+
+    def _end_again(self, ended: dict[str, Any]) -> None:
+        """Ends the pass that a run before has ended by a number: the next one may go on behind it."""
+        again, generators = self._again, generators_of(self._members)
+        with isolate(generators):
+            self._source = self._enter(ended)
+            restore(ended["drawn"], generators)
+            next(iter(self._source), None)
+            self._end()
+        self._again = again
 
     def _end(self) -> None:
         """Lets go of what was read ahead, but for where the pass stood, of the loader's iterator, and ends its workers."""
@@ -283,23 +302,22 @@ class Feed:
         if not resume:
             return begin(self._loader, again=again)
         unread = enter(self._loader, self._entered[0])
-        return _behind(begin(self._loader, again=again), unread)
+        return without_first(begin(self._loader, again=again), unread)
 
     def _enter_combined(self, resume: dict[str, Any]) -> Any:
         if resume.get("places"):
             return self._loader.behind(self._entered)
-        return _behind(self._loader.batches(), resume["batches"])
+        return without_first(self._loader.batches(), resume["batches"])
 
     def _places(self, given: int) -> list[dict[str, Any]]:
         if isinstance(self._loader, CombinedLoader):
             return list(self._source.places()) if self._source is not None else self._entered
         return [place_of(self._loader, self._entered[0], given)]
 
-    def _mark(self) -> dict[str, Any]:
-        """Returns where the pass stands before a batch is read ahead, which a resumed one has to read again."""
-        self._given += 1
+    def _mark(self, given: int) -> dict[str, Any]:
+        """Returns where the pass stands behind so many batches, before one is read that a resumed one has to read again."""
         drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
-        return {"places": self._places(self._given), "drawn": drawn}
+        return {"places": self._places(given), "drawn": drawn}
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
@@ -340,7 +358,8 @@ class Feed:
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Reads a batch ahead; notes before where the pass stands, unless counting is enough."""
-        mark = self._mark() if self._marks and self._queue else {}
+        self._given += bool(self._queue)
+        mark = self._mark(self._given) if self._marks and self._queue else {}
         try:
             batch = next(batches, _END)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
@@ -350,14 +369,20 @@ class Feed:
     def _taken(self, total: float, *, exactly: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
         """At most ``total`` batches; raises where fewer come than were announced, or an iterator is used up."""
         counter = itertools.count()
-        numbered = zip(
-            self._source if total == math.inf else itertools.islice(self._source, int(total)), counter, strict=False
-        )
+        source = self._source if total == math.inf else itertools.islice(self._source, int(total))
+        if total < math.inf and self._notes_end:
+            source = itertools.chain(itertools.islice(self._source, int(total) - 1), self._last(int(total) - 1))
+        numbered = zip(source, counter, strict=False)
         batches = map(operator.itemgetter(0), numbered)
         return itertools.chain(
             batches if prepare is None else map(prepare, batches),
             self._nothing_but_checks(counter, total if exactly else 0),
         )
+
+    def _last(self, given: int) -> Iterator[Any]:
+        """The last batch of a pass that a number ends."""
+        self._ended = self._mark(given)
+        yield from itertools.islice(self._source, 1)
 
     def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
         """Gives no batch: looks, after the last one, at how many there were."""
@@ -373,28 +398,3 @@ class Feed:
                 "pass a DataLoader, a list or another object that every epoch can iterate anew"
             )
         yield from ()
-
-
-def _written(mark: dict[str, Any]) -> dict[str, Any]:
-    """A mark as a checkpoint holds it."""
-    rng = mark["drawn"]["rng"]
-    return {**mark, "drawn": {**mark["drawn"], "rng": None if rng is None else capture_rng(rng)}}
-
-
-def _behind(batches: Any, unread: int) -> Any:
-    """``batches`` without the first ``unread``."""
-    next(itertools.islice(batches, unread, unread), None)
-    return batches
-
-
-def _is_read_past(loader: Any) -> bool:
-    """Whether nothing but reading leads to a place in ``loader``."""
-    return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
-
-
-def _exact_length(loader: Any) -> int | float:
-    """The number of batches where it can be relied on, else inf: an IterableDataset's len is an estimate."""
-    members = loader.members if isinstance(loader, CombinedLoader) else [loader]
-    if any(isinstance(member, DataLoader) and isinstance(member.dataset, IterableDataset) for member in members):
-        return math.inf
-    return known_length(loader)

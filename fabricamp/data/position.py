@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from fabricamp.data.orders import Draw
 from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import TrainSampler
 from fabricamp.data.seeding import SeededDataset
-from fabricamp.rng import isolate_rng, restore_rng
+from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 
 
 def own_sampler(loader: Any) -> TrainSampler | None:
@@ -38,6 +39,11 @@ def is_enterable(loader: Any) -> bool:
 def is_stateful(loader: Any) -> bool:
     """Whether ``loader`` keeps its own position (``state_dict`` and ``load_state_dict``, its own or its stream's)."""
     return _stateful_part(loader) is not None
+
+
+def is_read_past(loader: Any) -> bool:
+    """Whether nothing but reading leads to a place in ``loader``."""
+    return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
 def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]:
@@ -132,6 +138,12 @@ def draws_while_reading(loader: Any) -> bool:
     return loader.num_workers == 0 and not known
 
 
+def without_first(batches: Any, unread: int) -> Any:
+    """``batches`` without the first ``unread``."""
+    next(itertools.islice(batches, unread, unread), None)
+    return batches
+
+
 def end_workers(loader: Any, batches: Any) -> None:
     """Ends the workers of one pass now: left to the collector, a traceback that is kept would keep them too."""
     shut_down = getattr(batches, "_shutdown_workers", None)
@@ -160,6 +172,12 @@ def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) ->
     """Gives generators their states back, as far as there are as many as before."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state.cpu())
+
+
+def as_saved(mark: dict[str, Any]) -> dict[str, Any]:
+    """A mark as a checkpoint holds it."""
+    rng = mark["drawn"]["rng"]
+    return {**mark, "drawn": {**mark["drawn"], "rng": None if rng is None else capture_rng(rng)}}
 
 
 def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:

@@ -283,3 +283,74 @@ def test_seeds_of_samples_reach_the_dataset_behind():
 def test_seeds_of_samples_need_indices(loader):
     with pytest.raises(ConfigError, match="per_sample_seed=True seeds the samples of a dataset with indices"):
         wired(loader, per_sample_seed=True)
+
+
+class GoesOn(IterableDataset):
+    """Numbers that go on from pass to pass, each behind one that a shuffle buffer draws."""
+
+    def __init__(self):
+        self.count, self.buffer = 0, [-1, -2, -3]
+
+    def __iter__(self):
+        while True:
+            self.count += 1
+            place = int(torch.randint(3, ()))
+            drawn, self.buffer[place] = self.buffer[place], self.count
+            yield drawn
+
+    def state_dict(self):
+        return {"count": self.count, "buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.count, self.buffer = state["count"], list(state["buffer"])
+
+
+class BeginsAnew(GoesOn):
+    """A new pass begins with the first number, unless it is one that is gone on with."""
+
+    starts = 0
+
+    def __iter__(self):
+        self.count, self.starts = self.starts, 0
+        return super().__iter__()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.starts = state["count"]
+
+
+STREAMS = {
+    "goes on": GoesOn,
+    "begins anew": BeginsAnew,
+    "in a DataLoader": lambda: DataLoader(GoesOn(), 2),
+    "combined": lambda: CombinedLoader([GoesOn(), BeginsAnew()], "min_size"),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("cut", [0, 2, 4])
+def test_passes_over_a_stream_that_a_number_ends(kind, cut):
+    """A run that is resumed behind one has the streams where the next pass found them; two passes behind it, each of four."""
+
+    def passes(feed, first):
+        return [[plain(batch) for batch in feed.behind(count)] for count in (first, 0)]
+
+    with isolate_rng():
+        torch.manual_seed(2)
+        feed = Feed(STREAMS[kind](), limit=4)
+        list(feed)
+        if cut:  # within the second pass, or behind its last batch
+            for done, _ in enumerate(feed, 1):
+                if done == cut:
+                    state, rng = feed.state_dict(cut), torch.get_rng_state()
+        else:
+            state, rng = feed.state_dict(0), torch.get_rng_state()
+        straight = Feed(STREAMS[kind](), limit=4)
+        torch.manual_seed(2)
+        before = [[plain(batch) for batch in straight] for _ in range(2)]
+        behind = [[plain(batch) for batch in straight] for _ in range(2)]
+        expected = [before[1], behind[0]] if cut == 0 else [before[1][cut:], behind[0]]
+        again = Feed(STREAMS[kind](), limit=4)
+        first = again.load_state_dict(state)
+        torch.set_rng_state(rng)
+        assert passes(again, first) == expected
