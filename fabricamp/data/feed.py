@@ -275,13 +275,12 @@ class Feed:
 
     def _end_again(self, ended: dict[str, Any]) -> None:
         """Ends the pass that a run before has ended by a number: the next one may go on behind it."""
-        again, generators = self._again, generators_of(self._members)
+        generators = generators_of(self._members)
         with isolate(generators):
             self._source = self._enter(ended)
             restore(ended["drawn"], generators)
             next(iter(self._source), None)
             self._end()
-        self._again = again
 
     def _end(self) -> None:
         """Lets go of what was read ahead, but for where the pass stood, of the loader's iterator, and ends its workers."""

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places, read_checkpoint, read_header, write_together
-from fabricamp.checkpoint.folder import write_folder
+from fabricamp.checkpoint.folder import read_rest, write_folder
+from fabricamp.checkpoint.placing import placed_weights
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.export import export
 from fabricamp.strategies import Strategy
@@ -80,12 +81,25 @@ def test_one_file_becomes_a_folder(state, tmp_path):
     export(written(tmp_path / "a.ckpt", state), tmp_path / "whole.ckpt")
     assert export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/").endswith("parts: the checkpoint of step 5 as a folder")
     check(read_checkpoint(tmp_path / "parts"))
-    header = read_header(str(tmp_path / "parts"))
-    assert header["state_dict"]["weight"].is_meta
+    rest = read_rest(str(tmp_path / "parts"))
+    assert rest["state_dict"]["weight"].is_meta
+    assert rest["optimizer_states"][0]["state"][0]["exp_avg"].is_meta
+    assert rest["optimizer_states"][0]["state"][0]["step"] == 3
     with pytest.raises(ConfigError, match=r"parts with dtype='fp16': a whole checkpoint keeps what was trained"):
         export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/", dtype="fp16")
     with pytest.raises(CheckpointError, match="is a folder already, and no checkpoint"):
         export(tmp_path / "whole.ckpt", f"{tmp_path}/")
+
+
+def test_of_a_folder_that_was_a_file_buffers_are_read_whole(state, tmp_path):
+    state["state_dict"]["running_mean"] = torch.arange(4.0)
+    export(written(tmp_path / "a.ckpt", state), tmp_path / "whole.ckpt")
+    export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/")
+    own = {**state["state_dict"], "running_mean": torch.zeros(4)}
+    path = str(tmp_path / "parts")
+    found = placed_weights(read_rest(path), path, own)["state_dict"]
+    assert torch.equal(found["running_mean"], torch.arange(4.0))
+    assert torch.equal(found["weight"].full_tensor(), state["state_dict"]["weight"].full_tensor())
 
 
 def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_path):

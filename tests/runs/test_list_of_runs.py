@@ -9,6 +9,7 @@ import pytest
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.cli import main
 from fabricamp.loggers import CSVLogger, JSONLinesLogger
+from fabricamp.runs.reading import find_runs
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -42,7 +43,8 @@ def test_a_run_with_several_loggers_is_one_row(tmp_path, capsys):
         JSONLinesLogger(tmp_path, name="second"),
         CSVLogger(tmp_path / "third"),
     ]
-    quiet_trainer(logger=loggers, max_steps=1).fit(Classifier(), loader())
+    quiet_trainer(logger=loggers, max_steps=1, log_every_n_steps=1).fit(Classifier(), loader())
+    assert len(find_runs(tmp_path)) == 3
     assert main(["runs", str(tmp_path)]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
     assert "first/version_0" in row
