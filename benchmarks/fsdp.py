@@ -380,7 +380,7 @@ def about(device: torch.device) -> dict[str, str]:
         "device": f"{dist.get_world_size()} x {machine}",
         "torch": torch.__version__,
         "date": str(datetime.now(UTC).date()),
-        "command": "torchrun --nproc_per_node=2 benchmarks/fsdp.py",
+        "command": f"torchrun --nproc_per_node={dist.get_world_size()} benchmarks/fsdp.py",
     }
 
 

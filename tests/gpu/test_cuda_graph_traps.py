@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import GradientAccumulationScheduler
+from fabricamp.engine.graph import stream
 from tests.gpu.test_cuda_graph import Net, captured, fit, images, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -70,6 +71,20 @@ def test_a_graph_of_an_earlier_run_is_not_let_go_within_a_capture():
     assert not earlier
     assert gc.isenabled() == enabled
     same(*runs)
+
+
+def test_runs_one_after_the_other_share_their_streams():
+    """cuBLAS keeps a workspace, of 32 MiB on some cards, for each stream and thread that it was on, for good."""
+    reserved, streams = [], []
+    for _ in range(4):
+        fit(CudaGraph(warmup=4), "O0", Net(), max_epochs=3)
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+        streams.append({one.cuda_stream for one in stream._FREE[torch.device("cuda", 0)]})
+    assert streams[1:] == streams[:1] * 3
+    assert max(reserved[1:]) - reserved[0] < 2**21
+    assert not streams[0] & {torch.cuda.Stream().cuda_stream for _ in range(64)}  # no other thread gets one of them
 
 
 class Otherwise(Net):

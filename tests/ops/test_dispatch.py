@@ -54,7 +54,9 @@ def test_bands_of_widths(card):
     assert not dispatch.chosen("rms_norm", B, 1000, GPU)
     said = str(ops.backend()["layer_norm"])
     assert "cupy: for widths bfloat16 1000 to 1999 and from 4000, mixed from 1" in said
-    assert "mixed from 1, where all has one dtype in eager steps from 8 MiB of input on; else torch" in said
+    assert (
+        "mixed from 1, where all has one dtype in eager steps from 4.2 million elements of input on; else torch" in said
+    )
     assert "(a card, today)" in said
     assert ops.backend()["rms_norm"].name == "torch"
 

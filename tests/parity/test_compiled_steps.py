@@ -1,9 +1,12 @@
 """Trainer(compile=...): a compiled step trains as an eager one does, whole, and logs the same; what cannot be is refused.
 
-Backends here are those that generate no code: for torch's default one a C compiler has to be there.
+Most backends here are those that generate no code: for torch's default one a C compiler has to be there.
 """
 
 from __future__ import annotations
+
+import contextlib
+import shutil
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from torch.nn import functional as F
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import ThroughputMonitor
 from fabricamp.loggers import Logger
+from fabricamp.nn import FusedLayerNorm, FusedRMSNorm
+from fabricamp.ops import dispatch, fused_cross_entropy
+from fabricamp.optimizers import FusedAdam
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -77,6 +83,63 @@ def test_it_is_what_runs_and_compiled_once():
     assert len(runs) == 14
     assert not any("_orig_mod" in name for name in module.state_dict())
     assert "training_step" not in vars(module)
+
+
+class Normed(Classifier):
+    """Has a norm and a loss that may be kernels, and no random numbers: torch's compiler has its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, FusedLayerNorm(16))
+        self.net.insert(3, FusedRMSNorm(16))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = fused_cross_entropy(self.net(x), y).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return FusedAdam(self.parameters(), lr=0.01, eps=1e-3)
+
+
+TOLERANCES = {"O0": 1e-5, "O1": 5e-3, "O4": 4e-2, "bf16-true": 4e-2}
+"""Of the distance of weights from an eager run's, over how far they went: generated code rounds at other places."""
+
+
+def default_backend(precision, device):
+    """How far a run through torch's own compiler ends from an eager one, over how far that went; and what both logged."""
+    ends, logs = [], []
+    for compiled in (False, {"fullgraph": True}):
+        torch.manual_seed(0)
+        module = Normed()
+        begun = torch.cat([one.detach().double().flatten() for one in module.parameters()])
+        options = {"accelerator": device, "precision": precision, "compile": compiled, "accumulate_grad_batches": 2}
+        _, rows = fit(module, **options, gradient_clip_val=1.0)
+        ends.append(torch.cat([one.detach().cpu().double().flatten() for one in module.parameters()]))
+        logs.append([(step, row["loss_step"]) for step, row in rows if "loss_step" in row])
+    return float((ends[1] - ends[0]).norm() / (ends[0] - begun).norm()), logs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_torchs_default_backend(precision):
+    apart, logs = default_backend(precision, "cpu")
+    assert apart < TOLERANCES[precision]
+    assert logs[1] == [(step, pytest.approx(value, rel=TOLERANCES[precision])) for step, value in logs[0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="torch's default backend needs a C compiler")
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_torchs_default_backend_on_a_gpu(precision, kernels):
+    with dispatch.always("cupy") if kernels else contextlib.nullcontext():
+        apart, logs = default_backend(precision, "gpu")
+    assert apart < TOLERANCES[precision]
+    assert logs[1] == [(step, pytest.approx(value, rel=TOLERANCES[precision])) for step, value in logs[0]]
 
 
 class Saves(Callback):

@@ -40,7 +40,7 @@ class GraphEvaluation:
         self._table = session.metrics.table(MetricTable.EVALUATION)
         self._seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Captured] = {}
-        self._stream = torch.cuda.Stream(session.strategy.device)
+        self._stream = torch.cuda.current_stream(session.strategy.device)
         self._room = session.graphs.room
         self._left_out: set[Hashable] = set()
         self._captures_in_a_row = 0

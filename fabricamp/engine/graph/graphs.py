@@ -37,8 +37,8 @@ class Graphs:
         return Room(self._session.strategy.device, state, required=options is not None and options.required)
 
     def enter_stream(self) -> None:
-        """Takes the fit to a stream on which it can be captured."""
-        if self._wanted:
+        """Takes the run to a stream on which it can be captured."""
+        if self._wanted and self._stream is None:
             self._stream = SideStream(self._session.strategy.device)
 
     def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +46,7 @@ class Graphs:
         if not self._wanted or self._session.strategy.refuses_graph():
             return forward
         if kind not in self._evaluations:  # another loop, over loaders that were reloaded, goes on with these
+            self.enter_stream()  # without a fit around it, it is on the default one
             self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
         return self._evaluations[kind]
 

@@ -218,7 +218,7 @@ def _norm(
     if any(one not in _KERNEL_DTYPES for one in dtypes) or len(set(parameters)) > 1:
         return None
     # Torch's one operation, the host's least work, wants one dtype, and keeps the input where memory is asked for.
-    if alike and not efficient and not worth_the_host(x.numel() * x.itemsize):
+    if alike and not efficient and not worth_the_host(x.numel()):
         return None
     parameter = parameters[0] if parameters else None
     return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, x.device)
