@@ -199,6 +199,9 @@ def _add_plot(commands: Any) -> None:
 def _measure(options: argparse.Namespace, unknown: list[str]) -> int:
     from fabricamp.commands.bench import bench
 
+    for word in unknown:
+        if meant := nearest(word.partition("=")[0], ("--steps", "--out")):
+            raise ConfigError(f"bench has no option {word!r}{meant}")
     for line in bench(options.config, [*options.overrides, *unknown], steps=options.steps, out=options.out):
         print(line)
     return 0
@@ -224,7 +227,8 @@ def _add_verify(commands: Any) -> None:
     verify = _add_command(commands, "verify", about)
     verify.add_argument("--batches", type=int, default=20, help="of its first fit, which ends there; 20 by default")
     verify.add_argument("script", type=Path, help="the Python script that calls Trainer.fit")
-    verify.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    # Else argparse says that they are required.
+    verify.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments").required = False
 
 
 def _verify(options: argparse.Namespace) -> int:

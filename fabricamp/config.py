@@ -209,6 +209,10 @@ def _put(content: Any, override: str) -> None:
         bare = key.strip().lstrip("-") or "trainer.precision"
         bare = f"trainer.{bare}" if bare in inspect.signature(Trainer).parameters else bare
         example = f"{bare}={text.strip() or 'VALUE'}"
+        if bare == "config":
+            raise ConfigError(
+                "give the file without --config, before the overrides, as in: fabricamp fit FILE key=value"
+            )
         raise ConfigError(f"{override!r} is no override; write key=value without spaces or dashes, as in {example}")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)

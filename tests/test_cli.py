@@ -197,6 +197,8 @@ def test_validate_test_and_predict(capfd):
         (["fit", "config.yaml", "--trainer.precision=O1"], "as in trainer.precision=O1"),
         (["fit", "config.yaml", "trainer.strategy=dpp"], "did you mean 'ddp'?"),
         (["fit", "config.yaml", "module.fail=config"], "this cannot work; change that"),
+        (["fit", "--config", "config.yaml"], "without --config, before the overrides"),
+        (["bench", "config.yaml", "--step", "3"], "bench has no option '--step'; did you mean '--steps'?"),
         (["bench", "config.yaml", "--steps", "0"], "--steps 0 is not allowed"),
         (["bench", "config.yaml", "--out", "step.txt"], "give a file that ends in .png"),
         (["bench", "config.yaml", "trainer.devices=2"], "torchrun --nproc-per-node 2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.checks import check_choice, check_number
+from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import holders_of
@@ -46,6 +47,8 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
+        check_kind(self, "a number", margin=margin)
+        check_kind(self, "a string", batch_arg_name=batch_arg_name)
         if not 0 <= margin < 1:
             raise ConfigError(f"margin={margin!r} is not allowed; give a share from 0 up to, not including, 1")
         self.mode = check_choice("mode", str(mode).lower(), ("power", "binsearch"))

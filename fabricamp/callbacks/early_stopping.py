@@ -73,6 +73,8 @@ class EarlyStopping(Callback):
         check_kind(self, "a number", min_delta=min_delta)
         thresholds = {"stopping_threshold": stopping_threshold, "divergence_threshold": divergence_threshold}
         check_kind(self, "a number", optional=True, **thresholds)
+        check_kind(self, "True or False", strict=strict, check_finite=check_finite)
+        check_kind(self, "True or False", optional=True, check_on_train_epoch_end=check_on_train_epoch_end)
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience

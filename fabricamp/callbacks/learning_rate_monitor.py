@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.views import as_tensors
@@ -48,6 +49,8 @@ class LearningRateMonitor(Callback):
             raise ConfigError(
                 f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None"
             )
+        check_kind(self, "True or False", log_momentum=log_momentum, log_weight_decay=log_weight_decay)
+        check_kind(self, "a string", optional=True, log_key_prefix=log_key_prefix)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

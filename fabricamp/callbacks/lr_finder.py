@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.checks import check_choice
+from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import holders_of
@@ -47,6 +48,11 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
+        check_kind(self, "a number", min_lr=min_lr, max_lr=max_lr)
+        check_kind(self, "a whole number", num_training_steps=num_training_steps)
+        check_kind(self, "a number", optional=True, early_stop_threshold=early_stop_threshold)
+        check_kind(self, "a string", attr_name=attr_name)
+        check_kind(self, "True or False", update_attr=update_attr)
         if not 0 < min_lr < max_lr:
             raise ConfigError(f"min_lr={min_lr!r} and max_lr={max_lr!r}: give rates above 0, the smaller one as min_lr")
         if num_training_steps < 1:

@@ -91,14 +91,16 @@ class ModelCheckpoint(Callback):
         check_kind(self, "a whole number", save_top_k=save_top_k)
         steps_and_epochs = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
         check_kind(self, "a whole number", optional=True, **steps_and_epochs)
+        check_kind(self, "True or False", save_weights_only=save_weights_only, save_on_exception=save_on_exception)
+        names = {"auto_insert_metric_name": auto_insert_metric_name, "enable_version_counter": enable_version_counter}
+        check_kind(self, "True or False", **names)
+        check_kind(self, "True or False", optional=True, save_on_train_epoch_end=save_on_train_epoch_end)
         self.dirpath = None if dirpath is None else places.normal(dirpath)
         self.filename, self.monitor = filename, monitor
-        self.verbose = verbose
-        self.save_last = save_last
-        self.save_top_k = save_top_k
+        self.verbose, self.mode = verbose, mode
+        self.save_last, self.save_top_k = save_last, save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
-        self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
         self.every = every

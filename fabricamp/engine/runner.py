@@ -93,7 +93,10 @@ class Runner:
         self._given_callbacks += [adopted(one) for one in listed if not _holds(self._put, one)]
         gone = [one for one in self._put if not _holds(listed, one)]
         self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
-        self._default_callbacks = [one for one in self._default_callbacks if not _holds(gone, one)]
+        # Who takes a ModelCheckpoint out wants none, not another.
+        self._default_callbacks = [
+            one for one in self._default_callbacks if not any(isinstance(other, type(one)) for other in gone)
+        ]
         if module is not None and module is not self._callbacks_of:
             # Once per module: what they have seen lasts from one run to the next, as with those that were given.
             found = module.configure_callbacks()
@@ -172,8 +175,9 @@ class Runner:
                 f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
             )
         if datamodule is not None and not _is_datamodule(datamodule):
+            loaders = "train_dataloaders" if fn is TrainerFn.FITTING else "dataloaders"
             raise ConfigError(
-                f"datamodule is {_shown(datamodule)}, and not a fabricamp.DataModule; pass loaders as dataloaders"
+                f"{name} got {_shown(datamodule)} as datamodule; give an instance of a DataModule, or a loader as {loaders}"
             )
         if datamodule is not None and (train is not None or evaluation is not None):
             raise ConfigError(f"{name} got loaders and a datamodule; give one of them")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from fabricamp.errors import ConfigError
+from fabricamp.arguments.checks import check_number
 from fabricamp.loggers.backlog import Record
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.growing_file import GrowingFile
@@ -50,12 +50,9 @@ class RowFileLogger(RunFolderLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if flush_logs_every_n_steps < 1:
-            raise ConfigError(
-                f"{type(self).__name__}(flush_logs_every_n_steps={flush_logs_every_n_steps}): choose 1 or more"
-            )
         super().__init__(save_dir, name, version, prefix)
-        self._flush_every = flush_logs_every_n_steps
+        where = f"{type(self).__name__}: flush_logs_every_n_steps"
+        self._flush_every = check_number(where, flush_logs_every_n_steps, least=1)
         self._flushed_step = -1
 
     @property

@@ -43,6 +43,9 @@ class RunFolderLogger(Logger):
             raise ConfigError(
                 f"{type(self).__name__}(version={version!r}): choose a number from 0, a name, or None for the next free one"
             )
+        for key, value in {"name": name, "prefix": prefix}.items():
+            if not isinstance(value, (str, type(None))):
+                raise ConfigError(f"{type(self).__name__}({key}={value!r}): give a string or None")
         self._root = Path(save_dir).expanduser().absolute() / (name or "")
         self.save_dir = str(Path(save_dir).expanduser().absolute())
         self.name = name or ""

@@ -391,7 +391,7 @@ def _check(name: str, params: object, defaults: dict[str, Any]) -> None:
             raise ConfigError(f"{name} got {key}={value!r}; a tensor has to have one element")
         if value is not required and not isinstance(value, Tensor) and not refusals.at_least_0(value):
             raise ConfigError(f"{name} got {key}={value!r}; it has to be a number from 0 on")
-    betas = defaults.get("betas", ())
-    for beta in betas if isinstance(betas, (tuple, list)) else (None,):
-        if not (refusals.at_least_0(beta) and beta < 1):
-            raise ConfigError(f"{name} got betas={betas!r}; it has to be two numbers, each at least 0 and less than 1")
+    betas = defaults.get("betas", (0.0, 0.0))
+    two = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not two or not all(refusals.at_least_0(beta) and beta < 1 for beta in betas):
+        raise ConfigError(f"{name} got betas={betas!r}; it has to be two numbers, each at least 0 and less than 1")

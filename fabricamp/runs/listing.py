@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +20,7 @@ from fabricamp.runs.reading import find_runs, read_curves
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_SHORT: Final = 30
 _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 
 
@@ -65,11 +66,16 @@ def show(folder: str | Path) -> None:
         )
     others = {one for run in found for one in run.others}
     found = [run for run in found if run.folder.resolve() not in others]
+    found.sort(key=lambda run: run.started)
+    names = [str(one.folder.relative_to(root)) if one.folder != root else str(one.folder) for one in found]
     table = Table()
-    for title in ("run", "started", "steps", "best", "how it ended"):
-        table.add_column(title, overflow="fold", justify="right" if title == "steps" else "left")
-    for one in sorted(found, key=lambda run: run.started):
-        name = str(one.folder.relative_to(root)) if one.folder != root else str(one.folder)
+    # Short names and times stay in one line; where the terminal is narrow the words behind them break.
+    table.add_column("run", overflow="fold", no_wrap=max(map(len, names)) <= _SHORT)
+    table.add_column("started", no_wrap=True)
+    table.add_column("steps", overflow="fold", justify="right")
+    for title in ("best", "how it ended"):
+        table.add_column(title, overflow="fold")
+    for name, one in zip(names, found, strict=True):
         best = ", ".join(f"{metric} {value:.4g}" for metric, value in one.best.items())
         started = one.started[:16].replace("T", " ")
         words = [] if one.status == "finished" and one.reason else [one.status]

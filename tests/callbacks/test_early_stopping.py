@@ -136,6 +136,9 @@ def test_verbose_says_it_once_or_on_every_rank(make_trainer, capsys):
         {"stopping_threshold": "0.1"},
         {"divergence_threshold": [1]},
         {"monitor": None},
+        {"strict": "no"},
+        {"check_finite": 0.5},
+        {"check_on_train_epoch_end": "no"},
     ],
 )
 def test_wrong_arguments(options):

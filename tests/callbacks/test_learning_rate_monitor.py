@@ -162,3 +162,5 @@ def test_groups_of_one_name_are_refused(start):
 def test_a_wrong_interval_is_refused():
     with pytest.raises(ConfigError, match="'steps'"):
         LearningRateMonitor("steps")
+    with pytest.raises(ConfigError, match="log_momentum='no'.*True or False"):
+        LearningRateMonitor(log_momentum="no")

@@ -429,6 +429,11 @@ def test_the_state_loads_without_running_code(make_trainer, make, folder, tmp_pa
         ("every_n_epochs", -1),
         ("train_time_interval", 30),
         ("every", 100),
+        ("save_weights_only", "no"),
+        ("save_on_exception", "no"),
+        ("auto_insert_metric_name", "no"),
+        ("enable_version_counter", "no"),
+        ("save_on_train_epoch_end", "no"),
     ],
 )
 def test_wrong_values_are_named(name, value):

@@ -68,6 +68,16 @@ def test_another_runs_file_is_left_alone(tmp_path):
     assert len(rows(other)) == 3
 
 
-def test_a_wrong_argument():
-    with pytest.raises(ConfigError, match=r"JSONLinesLogger\(flush_logs_every_n_steps=0\): choose 1 or more"):
-        JSONLinesLogger("runs", flush_logs_every_n_steps=0)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"flush_logs_every_n_steps": 0}, "flush_logs_every_n_steps=0 is not allowed; give a whole number from 1"),
+        ({"flush_logs_every_n_steps": "often"}, "flush_logs_every_n_steps='often' is not allowed"),
+        ({"flush_logs_every_n_steps": 1.5}, "flush_logs_every_n_steps=1.5 is not allowed"),
+        ({"name": 1.5}, r"\(name=1.5\): give a string or None"),
+        ({"prefix": 3}, r"\(prefix=3\): give a string or None"),
+    ],
+)
+def test_wrong_arguments(options, words):
+    with pytest.raises(ConfigError, match=f"JSONLinesLogger.*{words}"):
+        JSONLinesLogger("runs", **options)

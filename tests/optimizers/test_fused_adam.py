@@ -338,6 +338,7 @@ def test_sparse_and_unknown_things_are_refused(kernel_device):
         ({"lr": "fast"}, "lr='fast'; it has to be a number from 0 on"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"betas": 0.9}, "betas=0.9; it has to be two numbers"),
+        ({"betas": (0.9,)}, "betas=.*; it has to be two numbers"),
         ({"betas": (0.9, "x")}, "betas=.*; it has to be two numbers"),
         ({"eps": float("nan")}, "eps"),
         ({"master_weights": True}, "capturable"),

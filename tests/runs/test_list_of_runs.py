@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,24 @@ def test_a_run_with_several_loggers_is_one_row(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
     assert "first/version_0" in row
+
+
+def test_names_and_times_stay_in_one_line_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for folder in ("digits/version_10", "digits/version_11"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "metrics.csv").write_text("step,validation_loss\n7,0.2525\n")
+        ended = {
+            "started": "2026-11-23T15:27:00",
+            "status": "failed",
+            "reason": "words " * 9,
+            "best": {"accuracy": 0.1},
+        }
+        Path(folder, "run.json").write_text(json.dumps(ended))
+    assert main(["runs", "."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("digits/version_1" in line and "2026-11-23 15:27" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(("words", "message"), [(["."], "'.' holds no run"), (["nowhere"], "'nowhere' is no folder")])

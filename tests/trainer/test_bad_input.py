@@ -150,6 +150,13 @@ def test_loaders_and_a_datamodule():
         quiet_trainer(max_epochs=1).fit(Classifier(), loader(), datamodule=DataModule())
 
 
+def test_a_loader_and_a_class_as_a_datamodule():
+    with pytest.raises(ConfigError, match="fit got DataLoader as datamodule; .* a loader as train_dataloaders"):
+        quiet_trainer(max_epochs=1).fit(Classifier(), datamodule=loader())
+    with pytest.raises(ConfigError, match="test got the class DataModule.* an instance of a DataModule"):
+        quiet_trainer().test(Classifier(), datamodule=DataModule)
+
+
 def test_a_validation_interval_beyond_the_epoch():
     with pytest.raises(ConfigError, match="val_check_interval=100"):
         quiet_trainer(max_epochs=1, val_check_interval=100).fit(Classifier(), loader(), loader())

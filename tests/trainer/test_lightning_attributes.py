@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, OptLevel, Trainer
-from fabricamp.callbacks import ProgressBar
+from fabricamp.callbacks import ModelCheckpoint, ProgressBar
 from fabricamp.loggers import CSVLogger
 from fabricamp.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from tests.small import QUIET, Classifier, loader, quiet_trainer
@@ -202,6 +202,16 @@ def test_callbacks_are_the_list_that_the_next_run_takes():
     trainer.reset()
     trainer.fit(Adds(), loader(8))
     assert [first.calls, added.calls, early.calls] == [1, 2, 2]
+
+
+def test_a_checkpoint_callback_that_is_taken_out_is_not_replaced(tmp_path):
+    trainer = quiet_trainer(
+        max_steps=1, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True, default_root_dir=tmp_path
+    )
+    trainer.callbacks.remove(trainer.checkpoint_callback)
+    trainer.fit(Classifier(), loader(8))
+    assert trainer.checkpoint_callback is None
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_the_rest_of_the_attributes(tmp_path):

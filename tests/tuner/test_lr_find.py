@@ -173,6 +173,8 @@ class NoOptimizer(Tried):
         (Tried, {"mode": "exponental"}, "did you mean 'exponential'"),
         (Tried, {"min_lr": 1.0, "max_lr": 0.1}, "the smaller one as min_lr"),
         (Tried, {"num_training": 0}, "1 step or more"),
+        (Tried, {"num_training": "many"}, "num_training_steps='many'.*a whole number"),
+        (Tried, {"min_lr": "1e-5"}, "min_lr='1e-5'.*a number"),
         (Tried, {"attr_name": "rate"}, "no 'rate' that lr_find could set"),
         (Tried, {"dataloaders": []}, "takes train_dataloaders"),
     ],
