@@ -86,7 +86,9 @@ def peak(function, *shape):
     target = torch.randint(0, shape[-1], shape[:-1], device="cuda")
     for _ in range(2):
         logits = torch.nn.functional.threshold(made, -1e30, 0)  # an operation that keeps its input, not its result
-        gc.collect()  # what an earlier test has left must not go meanwhile
+        # What an earlier test or turn has left must not go meanwhile: autograd's thread lets go of one backward before the next.
+        gc.collect()
+        torch.ones((), device="cuda", requires_grad=True).mul(1).backward()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() - logits.numel() * 2

@@ -114,8 +114,8 @@ def default_backend(precision, device):
         torch.manual_seed(0)
         module = Normed()
         begun = torch.cat([one.detach().double().flatten() for one in module.parameters()])
-        options = {"accelerator": device, "precision": precision, "compile": compiled, "accumulate_grad_batches": 2}
-        _, rows = fit(module, **options, gradient_clip_val=1.0)
+        options = {"accelerator": device, "precision": precision, "compile": compiled, "cuda_graph": False}
+        _, rows = fit(module, **options, accumulate_grad_batches=2, gradient_clip_val=1.0)
         ends.append(torch.cat([one.detach().cpu().double().flatten() for one in module.parameters()]))
         logs.append([(step, row["loss_step"]) for step, row in rows if "loss_step" in row])
     return float((ends[1] - ends[0]).norm() / (ends[0] - begun).norm()), logs
