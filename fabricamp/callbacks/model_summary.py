@@ -81,6 +81,16 @@ class Summary:
         """Elements of parameters that are not trained."""
         return self.total.params - self.total.trainable
 
+    @property
+    def total_parameters(self) -> int:
+        """Elements of all parameters."""
+        return self.total.params
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Elements of parameters that are trained."""
+        return self.total.trainable
+
     def notes(self) -> list[str]:
         """The lines below the table."""
         parts = " + ".join(f"{_size(size)} {name}" for name, size in self.memory.items() if size)

@@ -28,6 +28,7 @@ from fabricamp.engine.verification import take_part, the_plan
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
 from fabricamp.lightning.given import adopted, lines_of, own_loader
+from fabricamp.lightning.lending import callbacks_of
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
 from fabricamp.not_offered import lightnings
@@ -99,9 +100,8 @@ class Runner:
         ]
         if module is not None and module is not self._callbacks_of:
             # Once per module: what they have seen lasts from one run to the next, as with those that were given.
-            found = module.configure_callbacks()
+            self._own_callbacks = callbacks_of(module, self.trainer)
             self._callbacks_of = module
-            self._own_callbacks = [adopted(one) for one in (found if isinstance(found, (list, tuple)) else [found])]
         own = self._own_callbacks
         replaced = {type(one) for one in own}
         callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own

@@ -184,19 +184,19 @@ class DataSource:
 
         ``begun``: the run had passes over it before it was resumed.
         """
-        owner, own = self._transfer_hooks()
+        owners, own = self._transfer_hooks()
         device, lies_there = self._strategy.device, is_resident(loader)
         trains, hooked = loader is self._train_loader, own[0] or own[1]
         ahead = self._settings.prefetch_batches if device.type == "cuda" and not lies_there else 0
-        prepare = self._preparation(owner, own, dataloader_idx, moves=device.type != "cpu" and not lies_there)
+        prepare = self._preparation(owners, own, dataloader_idx, moves=device.type != "cpu" and not lies_there)
         if ahead and hooked and trains:
-            ahead = self._ahead_of_steps(owner, own, ahead)
+            ahead = self._ahead_of_steps(owners, own, ahead)
             prepare = watched(prepare, self._state) if ahead else prepare
         finish: Callable[[Any], Any] | None = None
         if own[2]:
 
             def finish(batch: Any) -> Any:
-                return owner.on_after_batch_transfer(batch, dataloader_idx)
+                return owners[2].on_after_batch_transfer(batch, dataloader_idx)
 
         feed = Feed(
             loader,
@@ -216,9 +216,9 @@ class DataSource:
             look_for_doubles(feed, loader, self._strategy, among_ranks=trains)
         return feed
 
-    def _ahead_of_steps(self, owner: Any, own: list[bool], ahead: int) -> int:
+    def _ahead_of_steps(self, owners: list[Any], own: list[bool], ahead: int) -> int:
         """How many batches the user's hooks may move ahead: none where one reads how many steps were made."""
-        for name in itertools.compress(TRANSFER_HOOKS[:2], own):
+        for name, owner in itertools.compress(zip(TRANSFER_HOOKS[:2], owners, strict=False), own):
             if reads(getattr(owner, name), "global_step"):
                 if self._strategy.rank == 0:
                     say_once(
@@ -261,22 +261,25 @@ class DataSource:
         every = self._settings.reload_dataloaders_every_n_epochs if self._source.fn is TrainerFn.FITTING else 0
         return self._state.epoch // every * every if every else -1
 
-    def _transfer_hooks(self) -> tuple[Any, list[bool]]:
-        """Whose hooks move batches (the DataModule's before the module's), and which of them are overridden."""
-        datamodule = self._source.datamodule
-        if datamodule is not None and any(overrides(datamodule, name, DataModule) for name in TRANSFER_HOOKS):
-            return datamodule, [overrides(datamodule, name, DataModule) for name in TRANSFER_HOOKS]
-        return self._module, [overrides(self._module, name, ModuleHooks) for name in TRANSFER_HOOKS]
+    def _transfer_hooks(self) -> tuple[list[Any], list[bool]]:
+        """Whose hook each one is, the DataModule's where it overrides it, else the module's, and whether it is overridden."""
+        owners: list[Any] = []
+        own: list[bool] = []
+        for name in TRANSFER_HOOKS:
+            by_data = self._source.datamodule is not None and overrides(self._source.datamodule, name, DataModule)
+            owners.append(self._source.datamodule if by_data else self._module)
+            own.append(by_data or overrides(self._module, name, ModuleHooks))
+        return owners, own
 
     def _preparation(
-        self, owner: Any, own: list[bool], dataloader_idx: int, *, moves: bool
+        self, owners: list[Any], own: list[bool], dataloader_idx: int, *, moves: bool
     ) -> Callable[[Any], Any] | None:
         device, convert = self._strategy.device, self._precision.convert_input
         steps: list[Callable[[Any], Any]] = []
         if own[0]:
-            steps.append(lambda batch: owner.on_before_batch_transfer(batch, dataloader_idx))
+            steps.append(lambda batch: owners[0].on_before_batch_transfer(batch, dataloader_idx))
         if own[1] or moves:
-            steps.append(lambda batch: owner.transfer_batch_to_device(batch, device, dataloader_idx))
+            steps.append(lambda batch: owners[1].transfer_batch_to_device(batch, device, dataloader_idx))
         if overrides(self._precision, "convert_input", Precision):
             steps.append(convert)
         if len(steps) <= 1:

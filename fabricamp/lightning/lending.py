@@ -11,18 +11,23 @@ import torch
 from fabricamp.engine.attachment import Attachment
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, derives_from, lightnings_base
+from fabricamp.lightning.given import adopted
 from fabricamp.module import TrainingModule
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fabricamp.callbacks import Callback
     from fabricamp.engine.source import GivenData
     from fabricamp.metrics import Metrics
     from fabricamp.trainer import Trainer
 
 _METHODS = ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer")
 """Ours in the place of Lightning's: what these need is not what a Trainer of ours has."""
+
+_LOGS = ("log", "log_dict")
+"""The module's methods that callbacks have in a run, where they have none of these names themselves."""
 
 _HOOKS = {
     Scope.TRAIN_EPOCH: "on_train_epoch_end",
@@ -32,16 +37,35 @@ _HOOKS = {
 
 
 def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
-    """Ties module and data to a run; what Lightning's are lent goes back by :func:`detach`."""
+    """Ties module, data and callbacks to a run; what Lightning's objects and callbacks are lent goes back by :func:`detach`."""
     if source.datamodule is not None:
         source.datamodule.trainer = trainer
+    attachment = _tied(module, trainer, metrics, fits=fits)
+    for one in trainer.callbacks:
+        lent = {name: getattr(module, name) for name in _LOGS if not hasattr(one, name)}
+        vars(one).update(lent)
+        attachment.lent += [(one, name) for name in lent]
+    return attachment
+
+
+def callbacks_of(module: Any, trainer: Trainer) -> list[Callback]:
+    """Returns what ``configure_callbacks`` does, in which ``self.trainer`` is the Trainer already."""
+    attachment = _tied(module, trainer, None, fits=False)
+    try:
+        found = module.configure_callbacks()
+    finally:
+        attachment.release()
+    return [adopted(one) for one in (found if isinstance(found, (list, tuple)) else [found])]
+
+
+def _tied(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
     if lightnings_base(type(module)) is None:
         return module.attach(trainer, metrics, fits=fits)  # type: ignore[no-any-return]  # a TrainingModule's
     return Loan(module, trainer, metrics)
 
 
 def detach(attachment: Attachment, source: GivenData) -> None:
-    """Takes back what Lightning's objects were lent, however the run ended; those of ours stay attached."""
+    """Takes back what Lightning's objects were lent, however the run ended; modules of ours stay attached."""
     attachment.release()
     if derives_from(source.datamodule, DATA):
         vars(source.datamodule)["trainer"] = None
@@ -83,6 +107,7 @@ class Loan(Attachment):
 
     def release(self) -> None:
         """Takes back what was lent; a second time changes nothing."""
+        super().release()
         self.show_dtypes()
         for one, lent, before in self._borrowers:
             for name, value in lent.items():

@@ -31,6 +31,7 @@ class Logger(NamesKeywords):
     """The folder that all runs are in, where the logger writes files."""
 
     _prefix = ""
+    _step = 0
 
     @property
     def log_dir(self) -> str | None:
@@ -68,8 +69,17 @@ class Logger(NamesKeywords):
         """The values by their names here, behind the logger's ``prefix``."""
         return {f"{self._prefix}-{name}": value for name, value in metrics.items()} if self._prefix else dict(metrics)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0.
+
+        A run always says it; None, of a call by hand, stands for the step of the values before.
+        """
+
+    def _at(self, step: int | None) -> int:
+        """The step, or that of the call before where none is given."""
+        if step is not None:
+            self._step = step
+        return self._step
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Takes the run's hyper-parameters once, before the first step."""

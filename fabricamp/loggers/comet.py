@@ -130,11 +130,12 @@ class CometLogger(Logger):
         """Lets the thread open the experiment."""
         self._put(Call(lambda _: None))
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """A point for each metric, by step and epoch."""
         values = self._named({name: float(value) for name, value in metrics.items() if name != "epoch"})
         epoch = int(metrics["epoch"]) if "epoch" in metrics else None
         if values:
+            step = self._at(step)
             self._put(Call(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:

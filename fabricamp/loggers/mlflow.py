@@ -167,11 +167,11 @@ class MLFlowLogger(Logger):
 
     # -- what is logged ----------------------------------------------------------------------------------------------------------
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """A point for each metric.  Of names, characters are left out that MLflow does not allow."""
         if metrics and writes():
             values = {_allowed(name): float(value) for name, value in self._named(metrics).items()}
-            self._put(_Item(step, int(time.time() * 1000), metrics=values))
+            self._put(_Item(self._at(step), int(time.time() * 1000), metrics=values))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Nested ones as ``outer/inner``, each as text, cut to the length that MLflow allows.

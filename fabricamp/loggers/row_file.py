@@ -33,6 +33,12 @@ class Content(NamedTuple):
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
 
 
+def _number(value: Any) -> float:
+    """A tensor's and an array's one value, and a flag, as a number."""
+    number: Any = value.item() if hasattr(value, "item") else value
+    return float(number) if isinstance(number, bool) else number
+
+
 class RowFileLogger(RunFolderLogger):
     """Rows that wait in memory for so many steps, and which a thread then appends to ``FILE`` of the run's folder."""
 
@@ -65,12 +71,13 @@ class RowFileLogger(RunFolderLogger):
         """Where the rows are."""
         return self.folder / self.FILE
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One row."""
         if not metrics or not writes():
             return
-        backlog = self._backlog
-        backlog.add(Record(step, self._row(self._named(metrics), step)))
+        backlog, step = self._backlog, self._at(step)
+        values = {name: _number(value) for name, value in self._named(metrics).items()}
+        backlog.add(Record(step, self._row(values, step)))
         if step - self._flushed_step >= self._flush_every:
             self._flushed_step = step
             backlog.write_soon()

@@ -101,13 +101,13 @@ class TensorBoardLogger(RunFolderLogger):
         """Imports what writes, before the first step."""
         _ = self.experiment
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """One point in each metric's curve."""
         if not metrics or not writes():
             return
         _ = self.experiment
         files: Any = importlib.import_module("fabricamp.loggers.event_file")
-        values = {name: float(value) for name, value in self._named(metrics).items()}
+        values, step = {name: float(value) for name, value in self._named(metrics).items()}, self._at(step)
         self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import json
 
 import pytest
 import torch
@@ -166,3 +168,95 @@ def test_an_optimizer_of_the_module_is_one_for_torch_too():
     trainer = quiet_trainer(max_steps=2)
     trainer.fit(ByHand(), loader(4))
     assert (rates, trainer.global_step) == ([0.5, 0.25], 2)
+
+
+class Logs(fabricamp.Callback):
+    """Logs by what it has in a run."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.log("at", float(batch_idx), on_epoch=True)
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.log_dict({"of_callback": 3.0})
+
+
+class HasItsOwn(Logs):
+    def __init__(self):
+        self.log = lambda *_, **__: None
+        self.log_dict = lambda values: values
+
+
+def test_callbacks_log_as_their_module_does():
+    logs, silent = Logs(), HasItsOwn()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[silent])
+    trainer.fit(Classifier(), loader(12), loader(4))
+    assert not {"at", "of_callback"} & {*trainer.callback_metrics}
+    assert {*vars(silent)} == {"log", "log_dict"}
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[logs])
+    trainer.fit(Classifier(), loader(12), loader(4))
+    assert {name: float(trainer.callback_metrics[name]) for name in ("at_step", "at_epoch", "of_callback")} == {
+        "at_step": 2.0,
+        "at_epoch": 1.0,
+        "of_callback": 3.0,
+    }
+    assert not vars(logs)  # the module, and all its weights, in every copy of the callback
+
+
+def test_the_module_has_its_trainer_when_it_is_asked_for_callbacks():
+    class Asks(Classifier):
+        def configure_callbacks(self):
+            return [fabricamp.callbacks.EarlyStopping("loss", patience=self.trainer.max_epochs)]
+
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(Asks(), loader(4))
+    assert trainer.early_stopping_callback.patience == 2
+
+
+def test_each_hook_that_moves_a_batch_is_the_datas_or_the_modules():
+    class Moves(Classifier):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            calls.append("module moves")
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            raise AssertionError
+
+    class AfterIt(fabricamp.LightningDataModule):
+        def train_dataloader(self):
+            return loader(4)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            calls.append("data after it")
+            return batch
+
+    calls = []
+    quiet_trainer(max_epochs=1).fit(Moves(), datamodule=AfterIt())
+    assert calls == ["module moves", "data after it"]
+
+
+@pytest.mark.parametrize("kind", [fabricamp.loggers.CSVLogger, fabricamp.loggers.JSONLinesLogger])
+def test_values_by_hand_may_be_tensors_and_need_no_step(kind, tmp_path):
+    logger = kind(tmp_path)
+    logger.log_metrics({"first": torch.tensor(2.0)})
+    logger.log_metrics({"flag": True, "mean": torch.tensor([0.5])}, step=7)
+    logger.log_metrics({"again": 3})
+    logger.close()
+    rows = read_values(logger)
+    assert rows == [{"step": 0, "first": 2.0}, {"step": 7, "flag": 1.0, "mean": 0.5}, {"step": 7, "again": 3.0}]
+
+
+def read_values(logger):
+    """The rows of the file, without what is empty in them."""
+    text = logger.metrics_file.read_text()
+    if logger.FILE.endswith("jsonl"):
+        found = [{**json.loads(line), "time": None} for line in text.splitlines()]
+    else:
+        found = csv.DictReader(text.splitlines())
+    return [{name: float(value) for name, value in row.items() if value not in ("", None)} for row in found]
+
+
+def test_a_summary_by_hand():
+    summary = fabricamp.utilities.model_summary.ModelSummary(Classifier(), max_depth=-1)
+    assert (summary.total_parameters, summary.trainable_parameters) == (8 * 16 + 16 + 16 * 3 + 3,) * 2
+    assert "net.0" in str(summary)
