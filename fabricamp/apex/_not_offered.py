@@ -6,7 +6,9 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any, Final
 
-_SHARDED: Final = "use torch.distributed.optim.ZeroRedundancyOptimizer or torch.distributed.fsdp"
+_SHARDED: Final = (
+    "use Trainer(strategy='fsdp') with FusedAdam or FusedLAMB, or torch.distributed.optim.ZeroRedundancyOptimizer"
+)
 _ATTENTION: Final = "use torch.nn.functional.scaled_dot_product_attention"
 _COMPILED: Final = "use torch's modules under torch.compile"
 _SYMMETRIC: Final = "use torch.distributed._symmetric_memory, torch.cuda.MemPool"
