@@ -12,9 +12,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabricamp.arguments.checks import check_choice
 from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
-from fabricamp.data.position import batches_behind, begin, end_workers, enter, own_sampler, place_of
+from fabricamp.data.position import (
+    batches_behind,
+    begin,
+    end_workers,
+    enter,
+    generators_of,
+    goes_on_behind_a_pass,
+    is_read_past,
+    own_sampler,
+    place_of,
+    restore,
+    states_of,
+)
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
+from fabricamp.rng import capture_rng
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
@@ -96,13 +109,23 @@ class CombinedLoader(NamesKeywords):
 
     def behind(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
         """A pass that begins where another one's :meth:`CombinedPass.places` were taken."""
+        return CombinedPass(self, self._sources(places))
+
+    def stopped(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
+        """The pass that stood at ``places``, to be ended once more: loaders that do not go on behind it are left alone."""
+        sources = self._sources(places)
+        if self.mode != "sequential":
+            nothing = _Source((), 0, cycles=False, place={}, again=False)
+            sources = [one if goes_on_behind_a_pass(one.loader) else nothing for one in sources]
+        return CombinedPass(self, sources)
+
+    def _sources(self, places: Sequence[dict[str, Any]]) -> list[_Source]:
         cycles = self.mode == "max_size_cycle"
         begun = places or [{}] * len(self._keys)
-        sources = [
+        return [
             _Source(loader, self._epoch, cycles=cycles, place=place, again=self.again)
             for loader, place in zip(self.members, begun, strict=True)
         ]
-        return CombinedPass(self, sources)
 
     def batches_behind(self, places: Sequence[dict[str, Any]]) -> int:
         """The number of batches that lie behind ``places``, whoever counted them."""
@@ -140,10 +163,12 @@ class CombinedPass:
         self._ends_early = combined.mode == "min_size"
         # Before anything is opened: a pass that begins within its order makes its loader shorter until its first batch.
         self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
-        # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in.
-        going = [source for source in sources if not source.ended]
-        for source in going[:1] if self._sequential else sources:
+        # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in, and nothing else.
+        opened = [one for one in sources if one.entered.get("batches") or not (one.ended or self._sequential)]
+        for source in opened:
             source.open()
+        for source in opened:  # whose first batches come when all are open
+            source.read_past()
 
     def __iter__(self) -> CombinedPass:
         return self
@@ -186,12 +211,17 @@ class _Source:
     def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any], again: bool) -> None:
         self.entered = place
         self.rounds = int(place.get("rounds", 0))
-        self._loader = loader
+        self.loader = loader
         self._epoch = epoch
         self._cycles = cycles
         self._again = again
-        self._given = 0
+        self._given = self._unread = 0
+        self._told: dict[str, Any] = {}
         self._batches: Iterator[Any] | None = None
+        # The generators before the pass began, and before its first batch: what is read past is drawn by them again.
+        self._drawn: list[dict[str, Any]] = list(place.get("drawn", ()))
+        if self.ended and not cycles and "state" in place:
+            enter(loader, place)
 
     @property
     def ended(self) -> bool:
@@ -203,35 +233,61 @@ class _Source:
         if self._batches is not None or (self.ended and not self._cycles):
             return
         self._choose_order()
-        unread = enter(self._loader, self.entered) if self.entered else 0
+        self._unread = enter(self.loader, self.entered) if self.entered else 0
         again = self._again or self.rounds > 0
-        within = isinstance(self._loader, CombinedLoader)
-        self._batches = self._loader.batches() if within else begin(self._loader, again=again)
-        next(itertools.islice(self._batches, unread, unread), None)
+        within = isinstance(self.loader, CombinedLoader)
+        self._note_draws(0)
+        self._batches = self.loader.batches() if within else begin(self.loader, again=again)
+
+    def read_past(self) -> None:
+        """Reads what lies before its place, where nothing else leads there."""
+        if self._unread and self._batches is not None:
+            self._note_draws(1)
+            next(itertools.islice(self._batches, self._unread, self._unread), None)
+        self._unread = 0
+
+    def _note_draws(self, moment: int) -> None:
+        """Notes the generators, or takes them from the run in which the pass began."""
+        if not is_read_past(self.loader):
+            return
+        generators = generators_of([self.loader])
+        if not self.entered.get("batches"):
+            self._drawn[moment:] = [{"rng": capture_rng(), "generators": states_of(generators)}]
+        elif len(self._drawn) > moment:
+            restore(self._drawn[moment], generators)
 
     def take(self) -> Any:
         """The next batch."""
-        self.open()
-        batch = _END if self._batches is None else next(self._batches, _END)
+        batch, told = self._next(), self._told
+        self._told = {}
         if batch is _END:
-            batch = self._start_again()
+            batch = self._start_again(told)
         self._given += 1
         return batch
 
-    def _start_again(self) -> Any:
+    def _next(self) -> Any:
+        self.open()
+        if self._given == 0 and not self.entered.get("batches"):
+            self._note_draws(1)
+        return _END if self._batches is None else next(self._batches, _END)
+
+    def _start_again(self, told: dict[str, Any]) -> Any:
+        """Behind the end, which was not known where the place before it was ``told``: streams would begin anew there."""
         self.close()
+        state = place_of(self.loader, {}, 0) if goes_on_behind_a_pass(self.loader) else {}
         if not self._cycles:
             if not self.ended:
                 self.rounds = 1
-                self.entered = {"rounds": 1, "batches": self.entered.get("batches", 0) + self._given}
+                self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._given}
+                told.update(self.entered if state else {})
             return None
         self.rounds += 1
+        told.update({**state, "rounds": self.rounds} if state else {})
         self.entered, self._given = {}, 0
-        self.open()
-        batch = _END if self._batches is None else next(self._batches, _END)
+        batch = self._next()
         if batch is _END:
             raise ConfigError(
-                f"CombinedLoader: {type(self._loader).__name__} ended and cannot start again; "
+                f"CombinedLoader: {type(self.loader).__name__} ended and cannot start again; "
                 "pass an object that can be iterated more than once, or mode='min_size'"
             )
         return batch
@@ -240,15 +296,18 @@ class _Source:
         """Where the pass stands."""
         if self.ended and not self._cycles:
             return self.entered
-        return {"rounds": self.rounds, **place_of(self._loader, self.entered, self._given)}
+        if not self._told:
+            drawn = {"drawn": self._drawn} if self._drawn else {}
+            self._told = {"rounds": self.rounds, **place_of(self.loader, self.entered, self._given), **drawn}
+        return self._told
 
     def close(self) -> None:
         """Lets go of the loader's iterator; its workers end, unless they are to wait for the next pass."""
-        end_workers(self._loader, self._batches)
+        end_workers(self.loader, self._batches)
         self._batches = None
 
     def _choose_order(self) -> None:
-        sampler = own_sampler(self._loader)
+        sampler = own_sampler(self.loader)
         if sampler is not None and self.rounds:
             sampler.set_epoch(self._epoch + self.rounds * _PASS)
 

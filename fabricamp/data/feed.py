@@ -21,8 +21,8 @@ from fabricamp.data.position import (
     end_workers,
     enter,
     generators_of,
+    goes_on_behind_a_pass,
     is_read_past,
-    is_stateful,
     isolate,
     own_sampler,
     place_of,
@@ -94,7 +94,7 @@ class Feed:
         self._over = False
         self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
         # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
-        self._notes_end = all(is_stateful(one) and own_sampler(one) is None for one in self._members)
+        self._notes_end = any(map(goes_on_behind_a_pass, self._members))
         self._ended = self._ended_before = None  # type: dict[str, Any] | None
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
@@ -195,8 +195,8 @@ class Feed:
         self._choose_orders(state.get("orders"), places)
         if self.last:
             self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
-            whole = min(exact_length(self._loader), self.limit)
-            self._whole = batches if whole == math.inf else int(whole)
+            whole = exact_length(self._loader)
+            self._whole = batches if whole == math.inf else int(min(whole, self.limit))
             return self._whole
         self._resume = state if places else None
         if batches and isinstance(self._loader, CombinedLoader):
@@ -277,7 +277,8 @@ class Feed:
         """Ends the pass that a run before has ended by a number: the next one may go on behind it."""
         generators = generators_of(self._members)
         with isolate(generators):
-            self._source = self._enter(ended)
+            combined = isinstance(self._loader, CombinedLoader)
+            self._source = self._loader.stopped(ended["places"]) if combined else self._enter(ended)
             restore(ended["drawn"], generators)
             next(iter(self._source), None)
             self._end()
@@ -297,16 +298,13 @@ class Feed:
         again, self._again = self._again, True
         if isinstance(self._loader, CombinedLoader):
             self._loader.again = again
-            return self._loader.batches() if not resume else self._enter_combined(resume)
+            if not resume.get("places"):
+                return without_first(self._loader.batches(), resume.get("batches", 0))
+            return self._loader.behind(self._entered)
         if not resume:
             return begin(self._loader, again=again)
         unread = enter(self._loader, self._entered[0])
         return without_first(begin(self._loader, again=again), unread)
-
-    def _enter_combined(self, resume: dict[str, Any]) -> Any:
-        if resume.get("places"):
-            return self._loader.behind(self._entered)
-        return without_first(self._loader.batches(), resume["batches"])
 
     def _places(self, given: int) -> list[dict[str, Any]]:
         if isinstance(self._loader, CombinedLoader):
@@ -379,9 +377,12 @@ class Feed:
         )
 
     def _last(self, given: int) -> Iterator[Any]:
-        """The last batch of a pass that a number ends."""
+        """The last batch of a pass that a number ends, or none where the loader came to its end before."""
         self._ended = self._mark(given)
-        yield from itertools.islice(self._source, 1)
+        if (batch := next(self._source, _END)) is not _END:
+            yield batch
+        else:
+            self._ended, self._to_the_end = None, True
 
     def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
         """Gives no batch: looks, after the last one, at how many there were."""

@@ -41,6 +41,11 @@ def is_stateful(loader: Any) -> bool:
     return _stateful_part(loader) is not None
 
 
+def goes_on_behind_a_pass(loader: Any) -> bool:
+    """Whether a pass that a number ended may be gone on behind by the next one, as a stream is."""
+    return is_stateful(loader) and own_sampler(loader) is None
+
+
 def is_read_past(loader: Any) -> bool:
     """Whether nothing but reading leads to a place in ``loader``."""
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 
 import numpy as np
@@ -354,3 +356,72 @@ def test_passes_over_a_stream_that_a_number_ends(kind, cut):
         first = again.load_state_dict(state)
         torch.set_rng_state(rng)
         assert passes(again, first) == expected
+
+
+class Shuffles(IterableDataset):
+    """So many numbers, in an order that a generator of its own draws for each pass; one that was left is gone on with."""
+
+    def __init__(self, size):
+        self.size, self.generator, self.left = size, random.Random(5), []
+
+    def __iter__(self):
+        self.left = self.left or self.generator.sample(range(self.size), self.size)
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self):
+        return {"generator": self.generator.getstate(), "left": self.left}
+
+    def load_state_dict(self, state):
+        self.generator.setstate(state["generator"])
+        self.left = list(state["left"])
+
+
+def shuffled(size):
+    return DataLoader(Numbers(size), 2, shuffle=True)
+
+
+def drawing(size):
+    """A loader that has to be read past, as its sampler draws what nobody else knows."""
+    return DataLoader(Numbers(size), 2, sampler=WeightedRandomSampler([1.0] * size, size))
+
+
+def stream(size):
+    return DataLoader(Shuffles(size), 2)
+
+
+SEVERAL = {
+    "one that is read past, first": lambda mode: CombinedLoader([drawing(8), shuffled(4)], mode),
+    "one that is read past, last": lambda mode: CombinedLoader([shuffled(8), drawing(4)], mode),
+    "a longer stream": lambda mode: CombinedLoader([stream(8), shuffled(4)], mode),
+    "a shorter stream": lambda mode: CombinedLoader([shuffled(8), stream(4)], mode),
+    "streams": lambda mode: CombinedLoader([stream(8), stream(6), drawing(4)], mode),
+    "a stream alone": lambda mode: stream(8),
+}
+MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "limit"),
+    [
+        *((kind, mode, limit) for kind in list(SEVERAL)[:-1] for mode in MODES for limit in (math.inf, 3)),
+        *((kind, "max_size", 10) for kind in list(SEVERAL)[2:]),  # that none of them comes to
+    ],
+)
+def test_loaders_of_several_kinds_go_on_from_anywhere(kind, mode, limit):
+    """Three passes straight; a run that is resumed behind any batch, or between two passes, gives the rest of them."""
+    with isolate_rng():
+        straight, cuts = [], []
+        feed = Feed(wired(SEVERAL[kind](mode)), limit=limit)
+        for _ in range(3):
+            for done, batch in enumerate(feed, 1):
+                straight.append(plain(batch))
+                cuts.append((len(straight), copy.deepcopy(feed.state_dict(done)), torch.get_rng_state()))
+            cuts.append((len(straight), copy.deepcopy(feed.state_dict(0)), torch.get_rng_state()))
+        for count, state, rng in cuts:
+            again = Feed(wired(SEVERAL[kind](mode)), limit=limit)
+            behind = again.load_state_dict(state)
+            torch.set_rng_state(rng)
+            found = [plain(batch) for batch in again.behind(behind)]
+            found += [plain(batch) for _ in range(3) for batch in again if count + len(found) < len(straight)]
+            assert found[: len(straight) - count] == straight[count:], count
