@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fabricamp")
 
+_RUNS = {
+    "train": (TrainerFn.FITTING,),
+    "val": (TrainerFn.FITTING, TrainerFn.VALIDATING),
+    "test": (TrainerFn.TESTING,),
+    "predict": (TrainerFn.PREDICTING,),
+}
+"""What the loaders of each name are for."""
+
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -141,7 +149,12 @@ class DataSource:
         return self.evaluation(name)[0]
 
     def as_given(self, name: str) -> Any:
-        """The loaders of ``name`` ("train" too) in the collection that they came in; None where there are none."""
+        """The loaders of ``name`` ("train" too) in the collection that they came in; None where this run has none of them.
+
+        Nobody is asked for another run's: a DataModule has not set up what they are made of.
+        """
+        if self._source.fn not in _RUNS[name]:
+            return None
         if name != "train":
             self.evaluation(name)
             return self._collections.get(name)

@@ -108,6 +108,10 @@ class FitLoop:
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
 
+    def setup_data(self) -> None:
+        """Has the loader to train on made, and does nothing where it is; ``trainer.train_dataloader`` does so by itself."""
+        _ = self._trainer.train_dataloader
+
     @property
     def epoch_loop(self) -> EpochLoop:
         """The steps of an epoch."""

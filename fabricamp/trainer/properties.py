@@ -151,7 +151,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader that is trained on; of several the collection that they came in, as in the next three."""
+        """The loader that is trained on, None in other runs; of several the collection that they came in, as in the next three."""
         return self._opened.data.as_given("train")
 
     @property

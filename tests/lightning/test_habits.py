@@ -260,3 +260,34 @@ def test_a_summary_by_hand():
     summary = fabricamp.utilities.model_summary.ModelSummary(Classifier(), max_depth=-1)
     assert (summary.total_parameters, summary.trainable_parameters) == (8 * 16 + 16 + 16 * 3 + 3,) * 2
     assert "net.0" in str(summary)
+
+
+def test_the_loaders_of_another_run_are_nobodys():
+    class Asks(Classifier):
+        def configure_optimizers(self):
+            self.trainer.fit_loop.setup_data()
+            seen.append(len(self.trainer.train_dataloader.dataset))
+            return super().configure_optimizers()
+
+        def setup(self, stage):
+            names = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
+            seen.append([stage, *(getattr(self.trainer, name) is not None for name in names)])
+
+    class SetUpByStage(fabricamp.LightningDataModule):
+        def setup(self, stage):
+            setattr(self, stage, loader(8))
+
+        def train_dataloader(self):
+            return self.fit
+
+        def val_dataloader(self):
+            return self.fit
+
+        def test_dataloader(self):
+            return self.test
+
+    seen = []
+    trainer, module = quiet_trainer(max_epochs=1), Asks()
+    trainer.fit(module, datamodule=SetUpByStage())
+    trainer.test(module, datamodule=SetUpByStage(), verbose=False)
+    assert seen == [["fit", True, True, False, False], 8, ["test", False, False, True, False]]
