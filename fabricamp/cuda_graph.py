@@ -20,15 +20,15 @@ class CudaGraph(NamesKeywords):
     """How a training step is captured as a CUDA graph.
 
     Args:
-        warmup: at which batch of a shape that shape is captured; those before it run eagerly, and are steps like all others.
+        warmup: the batch of a shape at which it is captured; those before it run eagerly, as ordinary steps.
         shapes: how many shapes of batches are captured at most; others run eagerly.
-        steps: how many steps one launch makes, where nothing has to happen between two of them; others are launched one by one.
-        check_every: compares a replay with an eager step, bit by bit, every so many replays, on all ranks at the same; 0: the first
-            one of a shape only.
-        required: False runs eagerly, and says why, where a step cannot be captured; True refuses it.
+        steps: how many steps one launch makes if nothing has to happen between them; other steps are launched one by one.
+        check_every: compares a replay with an eager step, bit by bit, every so many replays, at the same one on all ranks; 0:
+            only the first of a shape.
+        required: a step that cannot be captured: False runs it eagerly, and says why; True raises an error.
 
     Raises:
-        ConfigError: for numbers that cannot be.
+        ConfigError: for numbers out of range.
 
     Example:
         >>> CudaGraph(warmup=5).shapes

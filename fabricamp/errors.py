@@ -10,19 +10,19 @@ from fabricamp.arguments.meanings import MEANINGS
 
 
 class FabricampError(Exception):
-    """Anything that fabricamp itself finds wrong."""
+    """Base class of fabricamp's errors."""
 
 
 class ConfigError(FabricampError, ValueError):
-    """An argument, or a combination of arguments, module, data and machine that cannot work."""
+    """An argument, or a combination of arguments, module, data and machine, that cannot work."""
 
 
 class UnknownArgumentError(ConfigError, TypeError):
-    """A keyword that a class does not take: what Python itself calls a TypeError."""
+    """An unknown keyword of a class; it is a TypeError too."""
 
 
 class DistributedError(FabricampError, RuntimeError):
-    """Ranks that disagree, or a rank that is gone."""
+    """Ranks disagree, or a rank is gone."""
 
 
 class CheckpointError(FabricampError, RuntimeError):
@@ -30,7 +30,7 @@ class CheckpointError(FabricampError, RuntimeError):
 
 
 class NonFiniteError(FabricampError, RuntimeError):
-    """Gradients that are inf or nan, where training cannot or shall not go on."""
+    """Gradients are inf or nan, and training cannot or must not continue."""
 
 
 def nearest(given: object, known: Iterable[str]) -> str:

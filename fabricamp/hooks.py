@@ -104,7 +104,7 @@ class ModuleHooks:
         """Builds data sets and layers; on every process; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Last of all."""
+        """The last hook of a run."""
 
     def train_dataloader(self) -> Any:
         """Returns the loader to train on, or a dict or list of loaders."""
@@ -216,11 +216,11 @@ class ModuleHooks:
         self.zero_grad(set_to_none=True)  # type: ignore[attr-defined]  # nn.Module's
 
     def on_validation_model_eval(self) -> None:
-        """Switches to evaluation; the Trainer notes every submodule's mode first."""
+        """Switches to evaluation; before it the Trainer notes every submodule's mode."""
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_validation_model_train(self) -> None:
-        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
         self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_eval(self) -> None:
@@ -228,7 +228,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_train(self) -> None:
-        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
         self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_predict_model_eval(self) -> None:
@@ -236,7 +236,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_predict_model_train(self) -> None:
-        """Switches to training, where overridden; else the Trainer gives every submodule its noted mode instead."""
+        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
         self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -249,7 +249,7 @@ class ModuleHooks:
         """After backward; with a scaler the gradients are still scaled."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Before an update; gradients are averaged and unscaled, not clipped."""
+        """Before an update; gradients are averaged and unscaled, but not clipped yet."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """May add to a checkpoint that is about to be written."""

@@ -63,7 +63,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyperparameters, empty where none were saved; changes to it reach the next checkpoint.
+        """The saved hyper-parameters, empty if none were saved; changes reach the next checkpoint.
 
         Where an OmegaConf container was saved as a whole it is that container.
         """
@@ -72,24 +72,24 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of ``hparams`` as they were saved; objects other than collections are the same ones."""
+        """A copy of ``hparams`` as they were saved; collections are copied, other objects are not."""
         saved: Hyperparameters = _copied(self.__dict__.get("_hparams_initial", Hyperparameters()))
         return saved
 
     @property
     def hparams_name(self) -> str | None:
-        """The constructor argument that takes ``hparams`` as a whole; None where each is an argument of its own."""
+        """The constructor argument that takes ``hparams`` as a whole; None if each is an argument of its own."""
         name: str | None = self.__dict__.get("_hparams_name")
         return name
 
     @property
     def logs_hyperparameters(self) -> bool:
-        """Whether loggers are given ``hparams``."""
+        """Whether loggers get ``hparams``."""
         return bool(self.__dict__.get("_hparams_logged", False))
 
     @property
     def hparams_private(self) -> bool:
-        """Whether only the owner may read a file that shows ``hparams``: the environment says what a number or a flag in it is."""
+        """Whether files that show ``hparams`` are for their owner only: a number or a flag in it is from the environment."""
         return bool(self.__dict__.get("_hparams_private", False))
 
     @hparams_private.setter
@@ -103,7 +103,7 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keeps the arguments of the ``__init__`` that calls it in ``hparams``: all, ``names``, or all but ``ignore``.
+        """Saves the arguments of the calling ``__init__`` in ``hparams``: all, ``names``, or all but ``ignore``.
 
         Arguments may be anything, and are the same objects in ``hparams``; lists, tuples and dicts are copied.  Files hold plain
         data: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.

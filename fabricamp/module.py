@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
 
-    Write ``training_step`` and ``configure_optimizers``, and what you need of the other steps, loaders and hooks.
+    Write ``training_step`` and ``configure_optimizers``, and the other steps, loaders and hooks that you need.
     ``help("fabricamp.hooks")`` shows the order in which hooks run.
 
     Example:
@@ -83,13 +83,13 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders; log what you want to know."""
+        """Takes ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders; log values in it."""
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`validation_step`, for ``test``."""
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the predictions for a batch; by default what the module's call returns."""
+        """Returns the predictions for a batch; by default those of ``self(batch)``."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
@@ -105,7 +105,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     # -- how an update is made ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward on the loss, which is scaled already where the precision scales."""
+        """Runs backward on the loss, which the precision has scaled already."""
         loss.backward(*args, **kwargs)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -167,7 +167,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else list(schedulers)
 
     def manual_backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
-        """Runs backward under manual optimization, on the loss scaled by scaler ``loss_id`` where the precision scales."""
+        """Runs backward under manual optimization; a precision with a loss scale scales the loss by scaler ``loss_id``."""
         backward = self._attachment.manual_backward
         if backward is None:
             raise ConfigError(
@@ -176,7 +176,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         backward(loss, *args, loss_id=loss_id, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Freezes every parameter that other optimizers update and this one does not, until :meth:`untoggle_optimizer`."""
+        """Freezes every parameter that only other optimizers update, until :meth:`untoggle_optimizer`."""
         # Under masters the optimizers hold these; what backward fills are the module's own parameters.
         gradients = self.trainer.precision_plugin.gradients
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
@@ -188,13 +188,13 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                     parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer | None = None) -> None:
-        """Gives back what :meth:`toggle_optimizer` froze."""
+        """Unfreezes what :meth:`toggle_optimizer` froze."""
         while self._attachment.toggled:
             self._attachment.toggled.pop().requires_grad_(True)
 
     @contextlib.contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
-        """A context in which only this optimizer's parameters take gradients."""
+        """A context in which only this optimizer's parameters get gradients."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -230,29 +230,30 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Logs a scalar or a torchmetrics object: at steps, over the epoch, or both; epoch values are always those of all ranks.
+        """Logs a scalar or a torchmetrics object: by step, over the epoch, or both; epoch values are always those of all ranks.
 
-        The value is copied without its graph, stays on the device and is read with all others every ``log_every_n_steps``.
+        The value is detached and copied, stays on the device, and is read with all others every ``log_every_n_steps`` steps.
         With both ``on_step`` and ``on_epoch`` there are two values, ``name_step`` and ``name_epoch``.
 
         Args:
-            name: what it is called in logs, monitors and file names.
+            name: the value's name in logs, monitors and file names.
             value: a number, a tensor with one element, or a torchmetrics object.
             prog_bar: shows it beside the progress bar.
-            logger: hands it to the loggers.
+            logger: sends it to the loggers.
             on_step: the value of this step.  By default in ``training_step`` and the hooks around it.
             on_epoch: the value over the epoch.  By default everywhere else.
             reduce_fx: how the epoch's values become one: "mean", "sum", "min" or "max".
             enable_graph: changes nothing.
             sync_dist: reduces a step's value over all ranks, too.
             sync_dist_group: only None, all ranks.
-            add_dataloader_idx: adds ``/dataloader_idx_N`` to the name where there are several loaders.
+            add_dataloader_idx: adds ``/dataloader_idx_N`` to the name if there are several loaders.
             batch_size: the weight in a mean; None is the length of the batch's first tensor.
             metric_attribute: changes nothing.
             rank_zero_only: logs rank 0's value alone.
 
         Raises:
-            ConfigError: for a value, a place or a combination that cannot work; outside a run one line says that nothing is logged.
+            ConfigError: for a value, a hook or a combination that cannot work.  Outside a run nothing is logged, and one line
+                says so.
 
         Example:
             >>> def validation_step(self, batch, batch_idx):
@@ -297,7 +298,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that the module is in; raises ConfigError outside of one."""
+        """The Trainer that runs the module; raises ConfigError outside of one."""
         trainer = self._attachment.trainer
         if trainer is None:
             raise ConfigError(

@@ -28,11 +28,11 @@ _SECTIONS = ("weights", "optimizers", "precision")
 class AmpState(Callback):
     """Logs ``amp/loss_scale``, ``amp/applied_steps`` and ``amp/skipped_steps`` every ``log_every_n_steps`` steps.
 
-    The values are those that the host knows without waiting: as of two steps before.  Each run of overflows is told of in one
-    line of the log that names a parameter whose gradient was not finite.
+    The values are two steps old: those that the host knows without waiting.  For each series of overflows one line of the log
+    names a parameter whose gradient was not finite.
 
-    :meth:`save` and :meth:`load` write and read the file of apex scripts, ``{'model', 'optimizer', 'amp'}``; they can be
-    called in hooks from ``on_fit_start`` on, on every rank.  ``fit(ckpt_path=...)`` reads such a file too.
+    :meth:`save` and :meth:`load` write and read the file of apex scripts, ``{'model', 'optimizer', 'amp'}``; call them in hooks
+    from ``on_fit_start`` on, on every rank.  ``fit(ckpt_path=...)`` reads such a file too.
 
     Example:
         >>> amp_state = AmpState()  # Trainer(precision="O2", callbacks=amp_state); amp_state.save("amp_checkpoint.pt")

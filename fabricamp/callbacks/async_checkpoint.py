@@ -24,13 +24,12 @@ Value = TypeVar("Value")
 class AsyncCheckpoint(ModelCheckpoint):
     """A :class:`ModelCheckpoint` that copies the state to host memory and writes it beside training.
 
-    Arguments and files are the same.  The copy is made in memory that is reused (pinned where the tensors are on a GPU,
-    which then is all that training waits for, without the host).  One write is in flight at most: a save that comes earlier
-    waits for it, and so does the end of training.  Where a write fails, the next step raises, and the paths still show the
-    file before.
+    Arguments and files are the same.  The copy goes to memory that is reused, pinned if the tensors are on a GPU; training waits
+    only for the copy, and the host does not wait.  At most one write is in flight: the next save waits for it, and so does the
+    end of training.  If a write fails, the next step raises, and the paths still name the file before.
 
-    Where a strategy shards the module each rank copies and writes what it holds, one copy of it at most, and the ranks meet
-    over Gloo beside training; where one of them fails all raise, at the next save or the end of training.
+    If a strategy shards the module, each rank copies and writes its shards, and the ranks meet over Gloo beside training.  If one
+    of them fails, all raise, at the next save or the end of training.
 
     Example:
         >>> checkpoint = AsyncCheckpoint(every="1000 steps, 30 min", save_last=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Callback(NamesKeywords):
-    """Something that happens beside training.  Override what you need: hooks that nobody overrides cost nothing.
+    """Code that runs beside training.  Override the hooks that you need: hooks that nobody overrides cost nothing.
 
     ``help("fabricamp.hooks")`` shows the order in which hooks run.
 
@@ -37,7 +37,7 @@ class Callback(NamesKeywords):
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint; with its arguments where several of one class can be given."""
+        """The name of this callback's state in a checkpoint; includes its arguments if several of one class may be given."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:
@@ -45,21 +45,21 @@ class Callback(NamesKeywords):
         return f"{type(self).__qualname__}{kwargs}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Whether the state under another key is this callback's too: of a run in which it had other arguments."""
+        """Whether the state under another key is also this callback's, from a run in which it had other arguments."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: tensors, numbers, strings, lists and dicts."""
+        """The state that a checkpoint keeps: tensors, numbers, strings, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """First of all; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Last of all."""
+        """The last hook of a run."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After the optimizers are built and a checkpoint is restored."""
@@ -68,7 +68,7 @@ class Callback(NamesKeywords):
         """After training."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the validation batches that are run first."""
+        """Before the sanity check, the validation batches before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After them."""
@@ -196,7 +196,7 @@ class Callback(NamesKeywords):
         """After ``loss.backward()``; with a scaler the gradients are still scaled."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Before an update; gradients are averaged and unscaled, not clipped."""
+        """Before an update; gradients are averaged and unscaled, but not clipped yet."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """May add to a checkpoint that is about to be written."""
@@ -205,7 +205,7 @@ class Callback(NamesKeywords):
         """May read from a checkpoint that is being restored."""
 
     def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> AbstractContextManager[None]:
-        """A context that each validation, test and prediction runs in, their hooks included; it ends with an exception too."""
+        """A context around each validation, test and prediction, with their hooks; an exception ends it too."""
         return contextlib.nullcontext()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 class BatchSizeFinder(Callback):
     """Looks for the largest batch size that fits into memory before a run, and runs with it: ``Tuner.scale_batch_size``.
 
-    The module or the DataModule makes its loaders with the size that it keeps.  A run that goes on from a checkpoint has the size
-    from there.  A subclass that overrides ``on_fit_start`` searches nothing.
+    The module or the DataModule must make its loaders with its attribute ``batch_arg_name``.  A resumed run takes the size from
+    its checkpoint.  A subclass that overrides ``on_fit_start`` searches nothing.
 
     Args:
-        mode: "power" doubles the size until it does not fit; "binsearch" goes on between the last two sizes.
-        steps_per_trial: so many steps, or batches, are tried with a size.
+        mode: "power" doubles the size until it does not fit; "binsearch" then searches between the last two sizes.
+        steps_per_trial: how many steps, or batches, are tried with each size.
         init_val: the first size.
-        max_trials: so many sizes are found to fit at most.
+        max_trials: the search ends after so many sizes that fit.
         batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
-        margin: what "binsearch" leaves unused, as a share.
+        margin: the share that "binsearch" leaves unused.
         max_val: the largest size that is tried.
 
     Raises:
-        ConfigError: for a wrong argument; in the run for several processes, loaders, or where nothing has ``batch_arg_name``.
+        ConfigError: for a wrong argument; in the run for several processes, for loaders, or if nothing has ``batch_arg_name``.
 
     Example:
         >>> finder = BatchSizeFinder(mode="binsearch", init_val=16)

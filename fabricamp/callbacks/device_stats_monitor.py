@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the numbers of rank 0's device at the start and the end of a batch, every ``log_every_n_steps`` batches.
+    """Logs statistics of rank 0's device at the start and the end of a batch, every ``log_every_n_steps`` batches.
 
-    Of a GPU what ``torch.cuda.memory_stats`` says, which waits for nothing; of the CPU ``cpu_percent``, ``cpu_vm_percent`` (memory)
-    and ``cpu_swap_percent``, by the package psutil.  Names: ``DeviceStatsMonitor.on_train_batch_start/cpu_percent``.
+    For a GPU these are ``torch.cuda.memory_stats``, without a wait; for the CPU ``cpu_percent``, ``cpu_vm_percent`` (memory) and
+    ``cpu_swap_percent``, from the package psutil.  Names: ``DeviceStatsMonitor.on_train_batch_start/cpu_percent``.
 
     Args:
-        cpu_stats: True logs the CPU's beside a GPU's, False logs them nowhere, None only where the CPU trains.
+        cpu_stats: True logs the CPU's too, False never, None only if training runs on the CPU.
 
     Raises:
-        ConfigError: where there is no logger, or the CPU's numbers are wanted and psutil is not installed.
+        ConfigError: if there is no logger, or the CPU's statistics need psutil, which is not installed.
 
     Example:
         >>> monitor = DeviceStatsMonitor(cpu_stats=True)

@@ -23,10 +23,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DivergenceCheck(Callback):
     """Compares a checksum of every parameter's bits across the ranks.
 
-    Ranks that have drifted apart (a step that one of them skipped, gradients changed on one rank, a seed that should be the
-    same) go on training without an error, and no result of theirs means anything.  Where one differs, all ranks raise
-    :class:`DistributedError` with the rank and the first parameter.  A check reads every parameter once and waits for the
-    device; with one process there is nothing to check.
+    Ranks that have drifted apart (a step that one of them skipped, gradients changed on one rank, different seeds) train on
+    without an error, and their results are worthless.  If one differs, all ranks raise :class:`DistributedError` with the rank
+    and the first parameter.  A check reads every parameter once and waits for the device; with one process there is nothing to
+    check.
 
     Args:
         every_n_steps: how many steps lie between two checks.

@@ -37,15 +37,15 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the logged value to watch.
-        min_delta: by how much it has to get better.
-        patience: how many checks without an improvement end training.
-        verbose: tells of each improvement.
+        min_delta: the least change that counts as an improvement.
+        patience: after how many checks without an improvement training ends.
+        verbose: prints each improvement.
         mode: "min" or "max": which value is better.
         strict: a ``monitor`` that was not logged is an error.
-        check_finite: nan and inf end training at once.
-        stopping_threshold: a value that is better ends training at once.
-        divergence_threshold: a value that is worse ends training at once.
-        check_on_train_epoch_end: checks at the end of the train epoch; None: where validation runs at its end, or not at all.
+        check_finite: ends training at once if it is nan or inf.
+        stopping_threshold: ends training at once if the value is better than this.
+        divergence_threshold: ends training at once if the value is worse than this.
+        check_on_train_epoch_end: checks at the end of the train epoch; None: if validation runs at its end, or not at all.
         log_rank_zero_only: prints messages once; False: on each rank.
 
     Example:

@@ -10,18 +10,18 @@ from fabricamp.errors import ConfigError
 class EMA(WeightAveraging):
     """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
 
-    The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; it begins as
-    the weights behind the first update.  Validation, test and prediction run with it, a module has it at the end of training,
-    and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  Where every step since the
-    last update was skipped for overflow there is no update.
+    Averaged are the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers.  The
+    average begins as the weights after the first update.  Validation, test and prediction run with it, the module has it at the
+    end of training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  If every
+    step since the last update was skipped for overflow, the average is not updated.
 
     Args:
-        decay: what is kept of the average in each update.
-        every: updates behind the steps, counted from 1, that this divides.
+        decay: the share of the old average that each update keeps.
+        every: updates after every so many steps.
         start: the first step that may update.
 
     Raises:
-        ConfigError: for arguments that cannot be, and beside another callback that averages weights.
+        ConfigError: for wrong arguments, and with another callback that averages weights.
 
     Example:
         >>> ema = EMA(decay=0.9999, every=10, start=1000)

@@ -34,11 +34,11 @@ def multiplicative(epoch: int) -> float:  # noqa: ARG001 - Lightning's signature
 
 
 class BaseFinetuning(Callback):
-    """Base of callbacks that train parts of a module from a later epoch on.
+    """Base class of callbacks that train parts of a module from a later epoch on.
 
-    ``freeze_before_training`` runs at the beginning of a fit, before ``configure_optimizers``, which gives its optimizer the
-    parameters that require gradients; ``finetune_function`` runs before each epoch, for each optimizer.  A run that goes on has
-    the groups of parameters, and what is frozen, as they were.
+    ``freeze_before_training`` runs at the beginning of a fit, before ``configure_optimizers``: give the optimizer only parameters
+    that require gradients there.  ``finetune_function`` runs before each epoch, for each optimizer.  A resumed run has the same
+    parameter groups and frozen parameters.
 
     Raises:
         ConfigError: for an optimizer that takes one group of parameters (LBFGS).
@@ -247,18 +247,18 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``pl_module.backbone`` from an epoch on, with a learning rate of its own that grows towards the others'.
+    """Trains ``pl_module.backbone`` from a given epoch on, with its own learning rate, which grows towards the others'.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch that trains it.
-        lambda_func: what its learning rate is multiplied by before each later epoch, by the epoch's number from 1.
-        backbone_initial_ratio_lr: its first learning rate, as a part of the first group's.
-        backbone_initial_lr: that learning rate itself, where given.
-        should_align: it grows no further than the first group's.
+        lambda_func: returns the factor of its learning rate before each later epoch, given the epoch's number from 1.
+        backbone_initial_ratio_lr: its first learning rate, as a share of the first group's.
+        backbone_initial_lr: its first learning rate itself; None: see above.
+        should_align: stops it at the first group's rate.
         initial_denom_lr: has no effect, as in Lightning: the first learning rate is always known.
         train_bn: adds the parameters of BatchNorm too.
         verbose: logs both learning rates.
-        rounding: to how many digits.
+        rounding: to how many digits they are rounded in these lines.
 
     Raises:
         ConfigError: for arguments of another kind, and for a module without a ``backbone``.

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets ``accumulate_grad_batches`` by epoch; before the first epoch that is named a step has one micro-batch.
+    """Sets ``accumulate_grad_batches`` by epoch; before the first given epoch a step has one micro-batch.
 
-    Masters and strategies are set up for accumulation in the whole fit.  A resumed run has the number of its epoch, and goes on
-    with a window that was open.
+    Master weights and strategies are set up for accumulation in the whole fit.  A resumed run has the number of its epoch, and
+    continues an open window.
 
     Args:
-        scheduling: how many micro-batches make a step, by the epoch, from 0, from which on.
+        scheduling: maps an epoch, from 0, to the number of micro-batches in a step from then on.
 
     Raises:
         ConfigError: for another mapping; in a fit with ``accumulate_grad_batches``, ``partial_window="carry"`` or manual

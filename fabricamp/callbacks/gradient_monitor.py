@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
 
 class GradientMonitor(Callback):
-    """Logs the norm of the gradients, in the steps that are logged anyway: averaged over ranks, unscaled, before clipping.
+    """Logs the norm of the gradients (averaged over ranks, unscaled, before clipping) every ``log_every_n_steps`` steps.
 
-    Names are those of ``grad_norm``: ``grad_2.0_norm_total``, ``grad_2.0_norm/net.0.weight``; of several optimizers the second's
-    total is ``grad_2.0_norm_total/1``.  In a step that is skipped for overflow they are inf or nan.  The host waits for nothing,
-    except for histograms, where they are logged.  As any hook between backward and step it lets gradients be unscaled in a pass of
-    their own, in each step.
+    Names are those of ``grad_norm``: ``grad_2.0_norm_total``, ``grad_2.0_norm/net.0.weight``; with several optimizers the
+    second's total is ``grad_2.0_norm_total/1``.  In a step that is skipped for overflow they are inf or nan.  The host waits only
+    for histograms.  Like any hook between backward and step, it makes each step unscale gradients in a separate pass.
 
     Args:
         norm_type: which norm: 2, 1, or ``float("inf")`` for the largest value.
-        per_parameter: logs that of each parameter too.
+        per_parameter: logs the norm of each parameter's gradient too.
         histograms: gives TensorBoardLogger and WandbLogger a histogram of each parameter's gradient.
 
     Raises:
-        ConfigError: for another ``norm_type``; where there is no logger, or none that takes histograms.
+        ConfigError: for another ``norm_type``; if there is no logger, or none that takes histograms.
 
     Example:
         >>> monitor = GradientMonitor(per_parameter=True)

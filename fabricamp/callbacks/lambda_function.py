@@ -14,13 +14,13 @@ _HOOKS = [name for name in dir(Callback) if name in {"setup", "teardown"} or nam
 
 
 class LambdaCallback(Callback):
-    """Calls functions where hooks of these names are called; those that are not given cost nothing.
+    """Calls your functions as hooks; hooks that are not given cost nothing.
 
     Args:
-        **hooks: functions by the names of :class:`Callback`'s hooks, with the arguments of these.
+        **hooks: functions, by the names and with the arguments of :class:`Callback`'s hooks.
 
     Raises:
-        ConfigError: for another name, or what is no function.
+        ConfigError: for an unknown hook, or anything but a function.
 
     Example:
         >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, pl_module: print(trainer.current_epoch))

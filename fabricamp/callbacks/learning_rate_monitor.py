@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of every parameter group, as it is before the step it belongs to.
+    """Logs the learning rate of every parameter group, as used by the logged step.
 
     Names: ``lr-Adam``, ``lr-Adam-1`` for a second optimizer of that class, ``lr-Adam/pg1`` or ``lr-Adam/<its name>`` for one of
-    several groups, or the scheduler's ``name``.  The values are in ``trainer.callback_metrics`` too: they can be monitored.
+    several groups, or the scheduler's ``name``.  The values are in ``trainer.callback_metrics`` too, and can be monitored.
 
     Args:
         logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: steps).

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 class LearningRateFinder(Callback):
     """Looks for a learning rate before the fit, and trains with it: ``Tuner.lr_find``.
 
-    The search is over before ``setup`` and ``configure_optimizers`` of the fit, so schedules are made with the rate that was found.
-    A run that goes on from a checkpoint has it from there.  To search amid a training, end the fit and call ``Tuner.lr_find``
-    before the next one, which goes on.  A subclass that overrides ``on_fit_start`` searches nothing.
+    The search is over before ``setup`` and ``configure_optimizers`` of the fit, so schedules are made with the new rate.  A
+    resumed run takes the rate from its checkpoint.  To search within a training, end the fit, call ``Tuner.lr_find`` and fit
+    again.  A subclass that overrides ``on_fit_start`` searches nothing.
 
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
-        num_training_steps: how many rates are tried, an update each.
+        num_training_steps: how many rates are tried, with one update each.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: the search ends where the loss is so many times the smallest one; None: it does not.
-        update_attr: sets the suggested rate where the module keeps it; False only notes it in ``optimal_lr``.
-        attr_name: where that is, among attributes and hyper-parameters; "" stands for ``lr`` or ``learning_rate``.
+        early_stop_threshold: ends the search when the loss is so many times the smallest one; None: never.
+        update_attr: sets the module's attribute to the suggested rate; False: only ``optimal_lr`` has it.
+        attr_name: the name of that attribute or hyper-parameter; "" means ``lr`` or ``learning_rate``.
 
     Raises:
         ConfigError: for a wrong argument; in ``fit`` for several optimizers or manual optimization.

@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 class ModelCheckpoint(Callback):
     """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
 
-    The two newest files stay in any case, so ``save_top_k=1`` shows one spare.  Files of another run are never removed.
-    Ctrl-C and ``nan_policy="stop"`` write the checkpoint of that step.
+    The two newest files stay in any case, so ``save_top_k=1`` shows one spare.  Files of another run are never removed.  Ctrl-C
+    and ``nan_policy="stop"`` write the checkpoint of that step.
 
     Args:
         dirpath: the folder, or a URL that fsspec opens (``s3://bucket/run``); None is ``checkpoints`` in the logger's folder.
-        filename: a name that may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for one that nobody logged.
+        filename: a name that may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for a metric that was not logged.
         monitor: the logged value by which the best are kept; None keeps the newest.
-        verbose: tells of each file.
-        save_last: True keeps the newest as ``last.ckpt`` too (and the one before, nowhere else held, as ``last-previous.ckpt``);
-            "link" keeps a symbolic link to it.
+        verbose: prints a line for each file.
+        save_last: True also keeps the newest as ``last.ckpt`` (and the one before, if no other file holds it, as
+            ``last-previous.ckpt``); "link" keeps a symbolic link to it.
         save_top_k: how many of the best are kept; -1 all, 0 none; without ``monitor`` 1, 0 or -1.
-        save_on_exception: writes the checkpoint of an exception's step, too (one process only).
-        save_weights_only: leaves out what a run needs to go on.
+        save_on_exception: also writes a checkpoint at an exception (one process only).
+        save_weights_only: saves the weights only: a run cannot be resumed from it.
         mode: "min" or "max": which value of ``monitor`` is better.
         auto_insert_metric_name: writes ``epoch=1`` and not ``1`` for ``{epoch}``.
         every_n_train_steps: Lightning's form of ``every="n steps"``.
         train_time_interval: Lightning's form of ``every="n min"``: a timedelta.
-        every_n_epochs: Lightning's form of ``every="n epochs"``; 1 where nothing is given.
-        save_on_train_epoch_end: at the end of the train epoch (True) or after validation (False); None: once all metrics are there.
-        enable_version_counter: a name that is taken gets ``-v1``; False: it is replaced.
+        every_n_epochs: Lightning's form of ``every="n epochs"``; 1 if nothing is given.
+        save_on_train_epoch_end: at the end of the train epoch (True) or after validation (False); None: when all metrics are there.
+        enable_version_counter: adds ``-v1`` to a name that exists; False: replaces the file.
         every: "100 steps, 1 epoch, 30 min", any of the three.
 
     Example:

@@ -134,10 +134,10 @@ class Summary:
 
 
 class ModelSummary(Callback):
-    """Shows, on rank 0 when ``fit`` starts, what the module consists of and what memory it takes.
+    """Shows the module's parts and their memory, on rank 0 when ``fit`` starts.
 
     Args:
-        max_depth: how deep modules are listed: 1 the module's own parts, 0 the totals only, -1 everything.
+        max_depth: the depth of the listed submodules: 1 the module's own parts, 0 only totals, -1 all.
 
     Example:
         >>> trainer = Trainer(callbacks=[ModelSummary(max_depth=2)])

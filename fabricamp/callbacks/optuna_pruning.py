@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class OptunaPruning(Callback):
-    """Reports a metric to a trial after each validation, and ends training where the trial's pruner says so.
+    """Reports a metric to an Optuna trial after each validation, and ends training if the trial's pruner says so.
 
-    Rank 0 reports and asks, and every rank ends behind the same step; the run ends as any other, and then ``fit`` raises
-    ``optuna.TrialPruned``, in the process that called it.  Values are reported by epoch, or by step where validation runs at other
-    times.  What processes that the Trainer starts have reported is reported in the caller too, so that any storage will do.
+    Rank 0 reports and asks, and every rank ends after the same step.  The run ends as any other; then ``fit`` raises
+    ``optuna.TrialPruned`` in the process that called it.  Values are reported by epoch, or by step if validation runs at other
+    times.  Reports of processes that the Trainer starts are repeated in the caller, so any storage works.
 
     Args:
-        trial: what the objective got; on ranks other than 0 it is not asked, and may be None.
+        trial: the trial that the objective gets; may be None on ranks other than 0.
         monitor: the metric, logged over an epoch.
 
     Raises:
-        ConfigError: for what is no trial, or one of a study with several objectives; where nobody logs ``monitor``.
+        ConfigError: for anything but a trial, a study with several objectives, or a ``monitor`` that is not logged.
 
     Example:
         >>> pruning = OptunaPruning(trial, monitor="val_loss")  # doctest: +SKIP

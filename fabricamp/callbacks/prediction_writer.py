@@ -35,15 +35,15 @@ class WriteInterval(enum.StrEnum):
 
 
 class BasePredictionWriter(Callback):
-    """Hands each rank its predictions, with their samples' indices, to write them: derive from it, and override what is due.
+    """Gives each rank its predictions, with their samples' indices: derive from it, and write them in the methods below.
 
-    With ``trainer.predict(..., return_predictions=False)`` nothing else keeps them.
+    With ``trainer.predict(..., return_predictions=False)`` they are not kept anywhere else.
 
     Args:
         write_interval: "batch" calls :meth:`write_on_batch_end`, "epoch" :meth:`write_on_epoch_end`, "batch_and_epoch" both.
 
     Raises:
-        ConfigError: for another interval, and where the method that it calls is not overridden.
+        ConfigError: for another interval, and if the method that it calls is not overridden.
 
     Example:
         >>> class Files(BasePredictionWriter):

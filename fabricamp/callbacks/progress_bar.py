@@ -22,16 +22,15 @@ _FREE_LINES = 100
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batch, speed and the ``prog_bar`` metrics, ``lr`` and loss ``scale`` where they move; leaves a line per epoch.
+    """Shows epoch, batch, speed, the ``prog_bar`` metrics, and ``lr`` and loss ``scale`` if they change; leaves a line per epoch.
 
     Under ``Trainer(cuda_graph=...)`` it says whether steps run as a ``graph`` or ``eager``.
-    Only rank 0 shows it.  On a GPU a step's values are those of the picture before, or the one before that; the epoch's line is
-    exact.  It neither waits for a tensor nor takes more than 1 % of the time.  Where stdout is no terminal (file, pipe, CI,
-    ``TERM=dumb``) it writes a plain line every ten seconds.  Validation runs amid an epoch leave their line too; ``validate``
-    and ``test`` show their values in a table.
+    Only rank 0 shows it.  On a GPU a step's values are one or two pictures old; the epoch's line is exact.  It never waits for a
+    tensor, and takes at most 1 % of the time.  If stdout is no terminal (file, pipe, CI, ``TERM=dumb``), it writes a plain line
+    every ten seconds.  Validations within an epoch leave a line too; ``validate`` and ``test`` show their values in a table.
 
     Args:
-        refresh_rate_hz: how many times a second it is drawn at most.
+        refresh_rate_hz: how many times per second it is drawn at most.
 
     Example:
         >>> trainer = Trainer(callbacks=[ProgressBar(refresh_rate_hz=1)])

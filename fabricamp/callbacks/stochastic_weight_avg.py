@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 class StochasticWeightAveraging(Callback):
     """Averages the weights of the last epochs, trained with a learning rate of their own.
 
-    From ``swa_epoch_start`` on torch's ``SWALR`` stands in the place of the module's schedule, and the weights at the beginning of
-    each epoch are averaged (fp32 masters at O2 and O5).  A fit that comes to ``max_epochs`` leaves the average in the module, after
-    a pass over the training data, without updates and logs, that gives BatchNorm the statistics for it; each rank sees its share.
-    Validation and ``state_dict`` of a checkpoint have the weights until then; the average is in the callback's state.
+    From ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's schedule, and the weights at the beginning of each epoch
+    are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, the module gets the average.  A forward pass
+    over the training data (each rank its share) then gives BatchNorm its statistics, without updates and logs.  Until then
+    validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
 
     Args:
-        swa_lrs: the learning rate to come to; a list: one for each group of parameters.
-        swa_epoch_start: the first epoch, from 1, or which part of ``max_epochs`` comes before.
-        annealing_epochs: how many epochs the learning rate takes to get there.
-        annealing_strategy: "cos" or "linear": how.
-        avg_fn: returns a new average, given the average, the weight and the number of averaged weights; None: their mean.
+        swa_lrs: the final learning rate; a list: one for each parameter group.
+        swa_epoch_start: the first epoch, from 1 (int), or the share of ``max_epochs`` before it (float).
+        annealing_epochs: how many epochs the learning rate takes to reach it.
+        annealing_strategy: how it gets there: "cos" or "linear".
+        avg_fn: returns the new average, given the average, the weight and the number of averaged weights; None: the mean.
         device: where the average is kept; None: where the weights are.
 
     Raises:
-        ConfigError: for arguments that cannot be, manual optimization, several optimizers or schedules, and without ``max_epochs``.
+        ConfigError: for wrong arguments, manual optimization, several optimizers or schedules, and without ``max_epochs``.
 
     Example:
         >>> averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.75)

@@ -25,21 +25,21 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights, by default the mean of those behind each step.
+    """Keeps an average of the weights, by default their mean over all steps.
 
-    The average is of what the optimizers update (fp32 masters at O2 and O5), in fp32, and of floating-point buffers; what is
-    frozen and other buffers stay the module's own.  Validation, test and prediction run with it, a module has it at the end of
-    training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  Where every step
-    since the last update was skipped for overflow there is no update, and no wait for the device finds that out.
+    Averaged are the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers;
+    frozen parameters and other buffers are those of the module.  Validation, test and prediction run with it, the module has it
+    at the end of training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  If
+    every step since the last update was skipped for overflow, the average is not updated, without a wait for the device.
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: they stay the module's own.
-        **kwargs: ``avg_fn(average, weight, count)``, which returns a new average, or ``multi_avg_fn(averages, weights, count)``,
-            which writes into lists of them; ``count`` is the number of updates so far.
+        use_buffers: averages buffers too; False: they are those of the module.
+        **kwargs: ``avg_fn(average, weight, count)``, which returns the new average, or ``multi_avg_fn(averages, weights,
+            count)``, which updates lists of averages in place; ``count`` is the number of updates so far.
 
     Raises:
-        ConfigError: for arguments of another kind, and beside another callback that averages weights.
+        ConfigError: for wrong arguments, and with another callback that averages weights.
 
     Example:
         >>> class FromTheThirdEpoch(WeightAveraging):
@@ -201,14 +201,14 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: they stay the module's own.
-        decay: what is kept of the average in each update.
-        update_every_n_steps: how many steps lie between two updates, the first of which comes behind step 0.
+        use_buffers: averages buffers too; False: they are those of the module.
+        decay: the share of the old average that each update keeps.
+        update_every_n_steps: updates after every so many steps, the first one after step 0.
         update_starting_at_step: the first step, from 0, that may update.
-        update_starting_at_epoch: the first epoch, from 0, whose end updates too.
+        update_starting_at_epoch: the first epoch, from 0, after which the average is updated too.
 
     Raises:
-        ConfigError: for arguments of another kind, and beside another callback that averages weights.
+        ConfigError: for wrong arguments, and with another callback that averages weights.
 
     Example:
         >>> averaging = EMAWeightAveraging(decay=0.99, update_starting_at_step=100)

@@ -21,7 +21,7 @@ from fabricamp.keywords import refuse_others
 
 
 class DataModule(HyperparametersMixin):
-    """Data with everything that it needs; override what is used, under Lightning's names.
+    """Loaders and the code that prepares their data; override the methods that you use, under Lightning's names.
 
     >>> class Numbers(DataModule):
     ...     def __init__(self, batch_size: int = 2) -> None:
@@ -47,7 +47,7 @@ class DataModule(HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Returns a DataModule whose loaders read these datasets, those to train on in shuffled order.
+        """Returns a DataModule with loaders over these datasets; the training loader shuffles.
 
         Where a dict or list of datasets is given there is one of loaders.  ``datamodule_kwargs`` are those of the class, which gets
         ``batch_size`` and ``num_workers`` too where it takes them.  Workers stay from one epoch to the next.
@@ -83,7 +83,7 @@ class DataModule(HyperparametersMixin):
         types: Iterable[type] = (),
         **overrides: Any,
     ) -> Self:
-        """Builds the DataModule from a checkpoint's hyper-parameters of the data, updated by ``overrides``, and gives it its state.
+        """Builds the DataModule from its hyper-parameters in a checkpoint, updated by ``overrides``, and loads its state.
 
         See ``TrainingModule.load_from_checkpoint``; raises :class:`CheckpointError` as that does.
         """
@@ -94,16 +94,16 @@ class DataModule(HyperparametersMixin):
         return data
 
     def prepare_data(self) -> None:
-        """Downloads; called on one process per machine before the others go on; nothing stays on ``self``."""
+        """Downloads, on one process per machine, before the others continue.  Keep no state on ``self``."""
 
     def setup(self, stage: str) -> None:
         """Builds datasets, on every process; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """Gives back what :meth:`setup` took, on every process."""
+        """Releases what :meth:`setup` took, on every process."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called on the way out where a run ends by an exception."""
+        """Called when a run ends by an exception."""
 
     def train_dataloader(self) -> Any:
         """Returns what to train on: a loader, or a dict, list or tuple of loaders."""
@@ -134,11 +134,11 @@ class DataModule(HyperparametersMixin):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the data: tensors, numbers, strings, lists and dicts."""
+        """Returns the state that a checkpoint keeps: tensors, numbers, strings, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
 
     def _not_defined(self, method: str) -> ConfigError:
         return ConfigError(

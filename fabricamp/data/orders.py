@@ -61,7 +61,7 @@ class SeededOrder:
         return {"rule": self.rule, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
         self.seed = int(state["seed"])
 
 

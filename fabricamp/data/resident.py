@@ -21,23 +21,23 @@ from fabricamp.keywords import NamesKeywords
 
 
 class ResidentLoader(NamesKeywords):
-    """Batches of tensors that lie on the device of the run, gathered there: for data that fit into its memory.
+    """A loader for tensors that fit into the memory of the run's device: they stay there, and batches are gathered there.
 
-    A ``Trainer`` brings the tensors to its device once, where they stay as long as the loader does.  In each epoch the samples
-    come in a permutation that follows from ``seed`` and epoch alone, that of torch's ``DistributedSampler``; ranks take their
-    shares as from a DataLoader, and a resumed run goes on at its sample.  Evaluations read in order.
+    A ``Trainer`` moves the tensors to its device once, and they stay there as long as the loader.  The order of an epoch follows
+    from ``seed`` and epoch alone, as in torch's ``DistributedSampler``.  Ranks get their shares as from a DataLoader, and a
+    resumed run continues at its sample.  Evaluations read in order.
 
     Args:
-        *tensors: as many samples each, along the first dimension; a batch is a tuple of as many, or the tensor where there is
-            one.  One dict, list, tuple or data class of tensors, nested ones too, is the form of a batch.
+        *tensors: with the same number of samples each, along the first dimension; a batch is a tuple of tensors, or the tensor if
+            there is one.  With a single (nested) dict, list, tuple or data class of tensors, batches have that form.
         batch_size: samples in a batch, of each rank.
-        shuffle: another order in each epoch.
-        drop_last: leaves out a last batch that is shorter.
-        transform: called with each batch, on the device; what it returns is the batch.
-        seed: what the orders follow from; None is the seed of ``seed_everything``, else 0.
+        shuffle: shuffles, anew in each epoch.
+        drop_last: leaves out a shorter last batch.
+        transform: called with each batch, on the device; returns the batch to use.
+        seed: the seed of the orders; None is that of ``seed_everything``, else 0.
 
     Raises:
-        ConfigError: for what are no tensors of as many samples each, or do not fit on the device.
+        ConfigError: for anything but tensors with the same number of samples, and for tensors that do not fit on the device.
 
     Example:
         >>> loader = ResidentLoader(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 2]), batch_size=2)

@@ -41,7 +41,7 @@ class ExportMixin:
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Returns ``forward`` in evaluation mode as a ScriptModule, and writes it where a path is given.
+        """Returns ``forward`` in evaluation mode as a ScriptModule, and writes it if a path is given.
 
         Args:
             file_path: the file for ``torch.jit.load``; None writes none.
@@ -72,7 +72,7 @@ class ExportMixin:
         return script
 
     def to_onnx(self, file_path: str | Path | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Writes ``forward`` in evaluation mode for ONNX, and returns what ``torch.onnx.export`` returns.
+        """Writes ``forward`` in evaluation mode as ONNX, and returns the result of ``torch.onnx.export``.
 
         Args:
             file_path: the file, or a ``BytesIO``; None writes none.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Logger(NamesKeywords):
     """Takes the values of a flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
 
-    An ``OSError`` (a full disk, a server that cannot be reached) out of any method costs the values, not the run: it is told
-    in one warning, and what was lost in another one at the end.  Other errors end training.
+    An ``OSError`` (a full disk, a server that cannot be reached) out of any method costs the values, not the run: one warning
+    names it, and another one at the end says what was lost.  Other errors end training.
     """
 
     private = False
@@ -43,7 +43,7 @@ class Logger(NamesKeywords):
         return [] if self.log_dir is None else [Path(self.log_dir)]
 
     def identity(self) -> Any:
-        """What every process has to know of this run (the number of its folder, its name on a server), chosen on the first call.
+        """Identifies this run to every process (the number of its folder, its name on a server); chosen on the first call.
 
         Asked for on rank 0 before anything else; a plain value, which :meth:`join` gets on every rank, and in the process that
         started the ranks.  An error here ends the run before it begins, on every rank.
@@ -51,7 +51,7 @@ class Logger(NamesKeywords):
         return None
 
     def join(self, identity: Any) -> None:
-        """Makes this logger one of rank 0's run; ``identity`` is rank 0's."""
+        """Joins this logger to rank 0's run, by rank 0's ``identity``."""
 
     def give_back(self) -> None:
         """Gives back what :meth:`identity` took, where nothing was logged: the run failed before it began."""
@@ -90,16 +90,16 @@ class Logger(NamesKeywords):
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
-        """Takes how many values are in each of equal bins between two limits, their sum and that of their squares; here none."""
+        """Takes a histogram: counts of equal bins between two limits, sum and sum of squares of the values; here ignored."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called on rank 0 when a ModelCheckpoint has written a file and its paths show it: to upload it, for instance."""
+        """Called on rank 0 when a ModelCheckpoint has written a file and its paths name it: to upload it, for instance."""
 
     def save(self) -> None:
         """Writes what is still in memory."""
 
     def barrier(self, step: int) -> None:
-        """Returns once the disk has all that was given so far; a checkpoint of ``step`` takes its place only then.
+        """Returns once everything given so far is on disk; only then does a checkpoint of ``step`` get its name.
 
         Called from another thread than the methods above, and beside them: here it does nothing, so that a logger need not
         know of threads.  A checkpoint waits for 30 seconds, then it is written without.
@@ -110,7 +110,7 @@ class Logger(NamesKeywords):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was logged behind that place back, where this log is the one that ``state_dict`` was taken of."""
+        """Removes what was logged after that place, if ``state_dict`` is from this log."""
 
     def finalize(self, status: str) -> None:
         """Called once at the end of a run, before :meth:`close`; ``status`` is "success" or "failed"."""

@@ -35,18 +35,18 @@ _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 
 
 class CometLogger(Logger):
-    """Logs to an experiment of Comet, which a thread of this logger's own opens and writes to: no step waits for the server.
+    """Logs to an experiment of Comet, in a thread of its own: no step waits for the server.
 
-    A server that cannot be reached costs the values and a warning, not the run; ``online=False`` needs none and leaves an archive
-    for ``comet upload``, written when the experiment ends.  A run that goes on from a checkpoint goes on in its experiment, unless
-    ``experiment_key`` is given; values behind the checkpoint stand there twice.  The experiment stays open behind ``fit``, and
-    ends with the process.  Needs ``pip install "fabricamp[comet]"``.
+    A server that cannot be reached costs the values, with a warning, but not the run.  ``online=False`` needs no server: it
+    leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
+    ``experiment_key`` is given; values behind the checkpoint appear twice.  The experiment stays open after ``fit``, and ends
+    with the process.  Needs ``pip install "fabricamp[comet]"``.
 
     Args:
         api_key: the key; None is what the package finds in the environment or its configuration.
         workspace: the workspace; None is the default one.
         project: the project; None is Comet's default.
-        experiment_key: the experiment to go on in, or to begin; None makes a new one.
+        experiment_key: the experiment to continue, or to begin; None makes a new one.
         mode: "get", "create" or "get_or_create", as ``comet_ml.start`` has it.
         online: False writes an archive; None is what the package's configuration says.
         prefix: stands before each metric's name.

@@ -17,9 +17,9 @@ from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
 class CSVLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
-    Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint takes its place, and at the end; in a file that
-    is there already (an explicit ``version``) they follow those in it.  A run that goes on from a checkpoint takes back the rows
-    behind it.  A metric that turns up later gets a new last column.  Rows that the disk refuses wait in memory.
+    Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  They are
+    appended to a file that exists (an explicit ``version``).  A resumed run removes the rows behind its checkpoint.  A metric
+    that is new later gets a new last column.  Rows that the disk refuses wait in memory.
 
     Args:
         save_dir: the folder of all runs.

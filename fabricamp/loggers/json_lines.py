@@ -16,9 +16,9 @@ from fabricamp.loggers.row_file import STEP, Content, RowFileLogger, Rows
 class JSONLinesLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.jsonl``: an object per call, with ``step`` and ``time`` (seconds since 1970).
 
-    What JSON has no number for is a string, "nan" or "inf", which ``float`` reads.  Lines are written every
-    ``flush_logs_every_n_steps`` steps, before a checkpoint takes its place, and at the end; a run that goes on from a checkpoint
-    takes back the lines behind it.  Lines that the disk refuses wait in memory.
+    JSON has no nan and inf: they are the strings "nan" and "inf", which ``float`` reads.  Lines are written every
+    ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  A resumed run removes the lines behind
+    its checkpoint.  Lines that the disk refuses wait in memory.
 
     Args:
         save_dir: the folder of all runs.

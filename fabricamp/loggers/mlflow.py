@@ -45,22 +45,22 @@ class _Item(NamedTuple):
 class MLFlowLogger(Logger):
     """Logs to MLflow: a tracking server, or files below ``save_dir`` that ``mlflow ui`` shows.
 
-    A thread of its own sends the values, so that no step waits for a server; one that cannot be reached costs the values and
-    a warning, not the run.  A run that goes on from a checkpoint goes on in the same run of MLflow: it keeps what stands behind
-    the checkpoint, so that these steps have two points.  Newer versions of MLflow refuse files unless the variable
-    ``MLFLOW_ALLOW_FILE_STORE`` is "true": where it is not set, this logger sets it for its process.
+    A thread of its own sends the values, so no step waits for a server.  A server that cannot be reached costs the values, with a
+    warning, but not the run.  A resumed run continues the same run of MLflow, where steps behind the checkpoint have two points.
+    Newer versions of MLflow refuse files unless the variable ``MLFLOW_ALLOW_FILE_STORE`` is "true": if it is not set, this logger
+    sets it for its process.
 
     Args:
-        experiment_name: the experiment; made where there is none.
+        experiment_name: the experiment; made if there is none.
         run_name: the name of the run; None lets MLflow choose.
-        tracking_uri: where the server is; None is ``MLFLOW_TRACKING_URI``, and without that files in ``save_dir``.
+        tracking_uri: the server's address; None is ``MLFLOW_TRACKING_URI``, and without that files in ``save_dir``.
         tags: tags of the run.
-        save_dir: the folder of the files, where there is no ``tracking_uri``.
+        save_dir: the folder of the files, if there is no ``tracking_uri``.
         log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
         prefix: stands before each metric's name.
         artifact_location: where a new experiment keeps its artifacts; None lets MLflow choose.
-        run_id: a run to go on with; None makes a new one.
-        synchronous: given to MLflow, whose own queue is used where it is False.
+        run_id: a run to continue; None makes a new one.
+        synchronous: passed to MLflow; False uses MLflow's own queue.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.

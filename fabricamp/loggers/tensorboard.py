@@ -38,16 +38,16 @@ _BYTES_OF_A_POINT = 64
 class TensorBoardLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
-    Events are written every ``flush_secs`` (30) seconds or beyond ``max_queue`` (10) of them, before a checkpoint takes its
-    place, and at the end.  A run that goes on from a checkpoint in the same folder hides what stands behind it.  Events that the
-    disk refuses wait in memory.
+    Events are written every ``flush_secs`` (30) seconds or after ``max_queue`` (10) of them, before a checkpoint gets its name,
+    and at the end.  A resumed run in the same folder hides the events behind its checkpoint.  Events that the disk refuses wait
+    in memory.
 
     Args:
         save_dir: the folder of all runs.
         name: the folder of this experiment's runs in it.
         version: the number or name of this run; None is the next free number.
         prefix: stands before each metric's name.
-        default_hp_metric: logs ``hp_metric`` beside hyper-parameters, without which TensorBoard's HPARAMS page stays empty.
+        default_hp_metric: logs ``hp_metric`` with the hyper-parameters; without it TensorBoard's HPARAMS page stays empty.
         log_graph: draws ``forward`` of the module, for its ``example_input_array``, on TensorBoard's GRAPHS page.
         **options: those of torch's ``SummaryWriter``, such as ``flush_secs``.
 

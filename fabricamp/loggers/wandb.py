@@ -41,21 +41,21 @@ _OWN = (
 
 
 class WandbLogger(Logger):
-    """Logs to a run of Weights & Biases, which rank 0 opens before the first step and leaves open behind ``fit``.
+    """Logs to a run of Weights & Biases, which rank 0 opens before the first step and leaves open after ``fit``.
 
-    Within a fit a thread of its own hands the values to the package, so that no step waits for it.  Training goes on where the
-    server cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A run that
-    goes on from a checkpoint goes on in its run, unless ``id`` is given; values behind the checkpoint stand there twice.  A run
-    that the script opened by ``wandb.init`` is used as it is.  Needs ``pip install "fabricamp[wandb]"``.
+    In a fit a thread of its own passes the values to the package, so no step waits for it.  Training continues if the server
+    cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A resumed fit continues its run, unless ``id``
+    is given; values behind the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.  Needs
+    ``pip install "fabricamp[wandb]"``.
 
     Args:
-        name: what the run is called on its page.
-        save_dir: the folder that ``wandb``, and checkpoints in ``project/id``, are in.
+        name: the run's name on its page.
+        save_dir: the folder for ``wandb``'s files, and for checkpoints in ``project/id``.
         version: another name of ``id``.
         offline: writes below ``save_dir`` only; ``wandb sync`` uploads it.
-        dir: the same as ``save_dir``, where that is None.
-        id: the run to go on in, or to begin; None is ``WANDB_RUN_ID``, else a new one.
-        anonymous: for users without an account, where the package still offers it.
+        dir: the same as ``save_dir``, if that is None.
+        id: the run to continue, or to begin; None is ``WANDB_RUN_ID``, else a new one.
+        anonymous: for users without an account, if the package still offers it.
         project: the project of the run; None is ``WANDB_PROJECT``, else "fabricamp_logs".
         log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
         experiment: a run that is open already.

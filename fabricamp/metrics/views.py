@@ -54,7 +54,7 @@ class Dtypes:
         return {key: str(dtype).removeprefix("torch.") for key, dtype in self._other.items()}
 
     def load_state_dict(self, saved: Mapping[str, str]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
         self._other.update({key: getattr(torch, name) for key, name in saved.items()})
 
 

@@ -8,7 +8,7 @@ from fabricamp.ops.cross_entropy import CrossEntropyRule, check_rule, fused_cros
 
 
 class SoftmaxCrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits (any shape, classes last) and class indices, at the cost in memory of the logits' gradient.
+    """Cross-entropy of logits (any shape, classes last) and class indices, which takes only the memory of the logits' gradient.
 
     The loss is fp32 for half logits too, which are not copied to fp32; ``in_place=True`` lets backward write their gradient over
     them.  See :func:`fabricamp.ops.fused_cross_entropy`.

@@ -17,7 +17,7 @@ from fabricamp.optimizers.rows import Part
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB; with ``use_nvlamb`` parameters without weight decay too go as far as their norms say.
+    """LAMB; with ``use_nvlamb`` the norms also scale the steps of parameters without weight decay.
 
     The norm of all gradients, of all groups, is compared with each group's own ``max_grad_norm`` (0 or None: it is not clipped).
     ``adam_w_mode`` False adds weight decay to the gradient; ``grad_averaging`` False lets a gradient enter its average whole.

@@ -23,7 +23,7 @@ from fabricamp.optimizers.rows import Known, Part, set_scalars
 
 
 class LARC(NamesKeywords, Optimizer):
-    """Rewrites the gradients of ``optimizer``, then steps it: each layer's rate follows the ratio of its norms.
+    """Rewrites the gradients of ``optimizer``, then steps it: each layer's rate follows the ratio of its weight and gradient norms.
 
     The rate of a layer is ``trust_coefficient * |weight| / (|gradient| + weight_decay * |weight| + eps)``; with ``clip`` the
     smaller of that and ``lr``, else (LARS) that times ``lr``.  Weight decay is part of it, so ``optimizer`` sees none during its

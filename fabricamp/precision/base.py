@@ -121,7 +121,7 @@ class Precision(NamesKeywords):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
 
 
 PRECISIONS: Registry[Precision] = Registry("precision", "precision")

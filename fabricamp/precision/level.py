@@ -46,11 +46,11 @@ class OptLevel(Precision):
         keep_batchnorm_fp32: BatchNorm stays fp32.
         master_weights: the optimizer updates fp32 copies of half weights.
         loss_scale: a number, or "dynamic".
-        min_loss_scale: where a dynamic scale stops falling; None is 2**-14.
-        max_loss_scale: where a dynamic scale stops growing.
+        min_loss_scale: the lowest value of a dynamic scale; None is 2**-14.
+        max_loss_scale: the highest value of a dynamic scale.
         scale_window: after how many steps without an overflow a dynamic scale is doubled.
-        cast_model_outputs: the dtype of what the model returns to your step.
-        num_losses: how many values ``loss_id`` of ``manual_backward`` has, each with a dynamic scale of its own.
+        cast_model_outputs: the dtype of the model's outputs in your step.
+        num_losses: how many losses have a dynamic scale of their own; ``loss_id`` of ``manual_backward`` is below this.
 
     Raises:
         ConfigError: for options that the level cannot have.

@@ -48,7 +48,7 @@ class ConstantScale:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` returned."""
         self.early = state
 
 

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 class MemoryProfiler(Profiler):
     """Records each allocation on the GPU with its Python frames, and writes a snapshot that https://pytorch.org/memory_viz shows.
 
-    By default from the beginning of the run, so that weights and the optimizer's states are known too, to the end of the third
-    batch.  An error within the window, such as one for lack of memory, ends it: what led to it is in the file.
-    ``"fit-memory.pickle"`` stands in the folder of the logs, on several processes one of each (``"fit-memory-0.pickle"``).
+    By default it records from the beginning of the run, with weights and the optimizer's states, to the end of the third batch.
+    An error within the window, such as out of memory, ends the recording: the file shows what led to it.  ``"fit-memory.pickle"``
+    is in the folder of the logs, with several processes one for each (``"fit-memory-0.pickle"``).
 
     Args:
         dirpath: the folder of the file; None is that of the run's logs.
-        wait: how many batches go before the window; 0 begins it with the run.
-        active: how many batches it has; None goes on to the end of the run.
-        max_entries: how many allocations and frees are kept, the last ones; each takes a few kB.
+        wait: how many batches come before the window; 0 begins it with the run.
+        active: how many batches it has; None: up to the end of the run.
+        max_entries: how many of the last allocations and frees are kept; each takes a few kB.
 
     Raises:
-        ConfigError: for a number that is out of range; by the Trainer, where it runs on no GPU.
+        ConfigError: for a number that is out of range; from the Trainer, on a CPU.
 
     Example:
         >>> profiler = MemoryProfiler(wait=10, active=2)  # Trainer(accelerator="gpu", profiler=profiler)

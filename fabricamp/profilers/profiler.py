@@ -23,7 +23,7 @@ BATCHES: Final = {
 
 
 class Profiler(NamesKeywords):
-    """Derive from it, and override ``start``, ``stop`` and ``summary``.  Without one given to the Trainer nothing of it is called.
+    """Derive from it, and override ``start``, ``stop`` and ``summary``.  It is called only if it is given to the Trainer.
 
     Args:
         dirpath: the folder of its files; None is that of the run's logs.

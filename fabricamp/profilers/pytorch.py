@@ -36,7 +36,7 @@ class PyTorchProfiler(Profiler):
         emit_nvtx: marks operations for NVIDIA's tools in place of recording them.
         export_to_chrome: writes the trace, one file a window: ``fit-trace.0.pt.trace.json``.
         row_limit: how many rows the table has; -1: all.
-        sort_by_key: what the table is sorted by; None is the time on the GPU where there is one, else on the CPU.
+        sort_by_key: what the table is sorted by; None is the time on the GPU if there is one, else on the CPU.
         record_module_names: shows in the trace which submodule runs.
         table_kwargs: further arguments of torch's table.
         **profiler_kwargs: further arguments of ``torch.profiler.profile``, such as ``schedule`` and ``profile_memory``.

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SimpleProfiler(Profiler):
-    """Adds up how long each action took, on the host: a GPU that computes meanwhile is waited for by whoever needs its result.
+    """Adds up the time of each action on the host: the GPU's time counts for the action that waits for its result.
 
-    Actions lie within each other, as a hook within its batch: the shares do not add up to 100.  Behind them stands where the time
-    of a training batch goes, each part of it once.
+    Actions contain each other, as a batch its hooks, so the shares do not add up to 100.  After them come the parts of a training
+    batch, which do not overlap.
 
     Args:
         dirpath: the folder of the report; None is that of the run's logs.
@@ -25,7 +25,7 @@ class SimpleProfiler(Profiler):
         extended: shows the number of calls and the share of the whole time too.
 
     Raises:
-        ConfigError: where an action starts within itself, or stops without having started.
+        ConfigError: if an action starts within itself, or stops without having started.
 
     Example:
         >>> trainer = Trainer(profiler=SimpleProfiler(filename="report"))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def plot(
     runs: Sequence[str | Path], *, out: str | Path | None = None, metrics: Sequence[str] = (), smooth: float = 0.6
 ) -> None:
-    """Draws what runs logged in the terminal, one over the other, and into a file where ``out`` says so.
+    """Draws the logs of runs over each other in the terminal, and into the file ``out``, if given.
 
     Panels: loss of training and of validation, learning rate, loss scale with the skipped steps marked, gradient norm and
     throughput, as far as they were logged; TensorBoard's events and lines of JSON have a time, which gives the

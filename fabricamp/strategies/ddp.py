@@ -37,12 +37,12 @@ _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+
 
 
 class DDP(ProcessGroupStrategy):
-    """Every process holds the whole module; torch's DistributedDataParallel averages gradients while backward runs.
+    """Every process holds the whole module; torch's DistributedDataParallel averages gradients during backward.
 
     The options are torch's.  The bits are those of a hand-written ``DistributedDataParallel(model)`` with the same options.
 
     Args:
-        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed where there are some.
+        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed if there are any.
         static_graph: the loss reaches the same parameters in every step.
         gradient_as_bucket_view: gradients are views of what is exchanged, which saves a copy of them.
         bucket_cap_mb: how much is exchanged at once; None is torch's own (25 MB after a first bucket of 1 MB).

@@ -38,7 +38,7 @@ class DDPStrategy(DDP):
         **options: those of :class:`DDP`.
 
     Raises:
-        ConfigError: for what is said elsewhere here, such as ``parallel_devices``.
+        ConfigError: for arguments that have another place here, such as ``parallel_devices``.
 
     Example:
         >>> DDPStrategy(find_unused_parameters=True).find_unused_parameters

@@ -39,18 +39,19 @@ _MOST_LISTS = 8
 class DelayedDDP(ProcessGroupStrategy):
     """Every process holds the whole module; gradients are averaged after backward, by one collective per dtype.
 
-    ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients leave in messages while backward runs.
-    A rank whose backward leaves parameters out waits for the others' flags, unless the optimizer is one of fabricamp's fused ones.
+    ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients are sent in messages during backward.
+    A rank whose backward leaves parameters out waits for the others' flags, unless the optimizer is one of fabricamp's fused
+    ones.
 
     Args:
         delay_allreduce: False asks for the overlapped mode; None follows from the other options.
-        message_size: a message leaves as soon as it holds so many elements.
-        allreduce_trigger_params: a message leaves as soon as one of these parameters (or names) has its gradient.
+        message_size: a message is sent as soon as it holds so many elements.
+        allreduce_trigger_params: a message is sent as soon as one of these parameters (or names) has its gradient.
         num_allreduce_streams: how many streams carry messages in turn, in overlapped mode.
-        allreduce_communicators: process groups and streams of your own for them.
+        allreduce_communicators: your own process groups and streams for them.
         retain_allreduce_buffers: leaves averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
-        allreduce_always_fp32: half gradients travel in fp32.
-        allreduce_dtype: what gradients travel in.
+        allreduce_always_fp32: exchanges half gradients in fp32.
+        allreduce_dtype: the dtype that gradients are exchanged in.
         gradient_average: False: the sum in place of the average.
         gradient_predivide_factor: what half gradients are divided by before the sum; None: the number of ranks.
         broadcast_buffers: every rank gets rank 0's buffers with each exchange.

@@ -30,19 +30,19 @@ _GROUP, _GROUPS, _LIGHTHOUSE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHF
 
 
 class FaultTolerant(Strategy):
-    """Each process is a replica group of torchft's; gradients are averaged over the groups that are there.
+    """Each process is a replica group of torchft; gradients are averaged over the groups that are alive.
 
-    Where a group dies, the others make the step without it, and go on.  Started again, it takes the state of one that runs, between
-    two steps, and makes the next step with them.  The groups are runs of their own: each has its processes started, its folder and
-    its logs by itself.  ``torchft_lighthouse`` has to run where all of them reach it.  Needs ``pip install "fabricamp[ft]"``.
+    If a group dies, the others make the step without it and continue.  Started again, it takes the state of a running group
+    between two steps, and makes the next step with them.  Each group is a run of its own, with its own start, folder and logs.
+    ``torchft_lighthouse`` has to run where all of them reach it.  Needs ``pip install "fabricamp[ft]"``.
 
     Args:
-        groups: how many groups there are when all are: parts that the training data is dealt out in; None: ``NUM_REPLICA_GROUPS``.
+        groups: the full number of groups; the training data is dealt out in so many shares; None: ``NUM_REPLICA_GROUPS``.
         group: which of them this is, from 0; None: ``REPLICA_GROUP_ID``.
         lighthouse: the address of ``torchft_lighthouse``, such as ``"http://host:29510"``; None: ``TORCHFT_LIGHTHOUSE``.
-        timeout: seconds (or a timedelta) that a sum waits for a group that is silent, and those that run for one that comes
-            back; less than the lighthouse's ``--join_timeout_ms`` (60 s).
-        quorum_timeout: seconds (or a timedelta) that a group waits for the others before a step, or for those that are left.
+        timeout: seconds (or a timedelta) that a sum waits for a silent group, and the running groups for one that comes back;
+            less than the lighthouse's ``--join_timeout_ms`` (60 s).
+        quorum_timeout: seconds (or a timedelta) that a group waits for the others, or the remaining ones, before a step.
 
     Example:
         >>> FaultTolerant(groups=4, group=0, lighthouse="http://localhost:29510").train_share

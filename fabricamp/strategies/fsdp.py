@@ -37,27 +37,28 @@ _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step"
 
 
 class FSDP(ProcessGroupStrategy):
-    """Every process holds a part of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
+    """Every process holds a shard of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
 
-    The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling are of the local parts, with one
-    exchange of one number.  A checkpoint is a folder that all processes write; it goes on at any number of them.  After a run
-    rank 0 has the whole parameters, in host memory; the other ranks have them on the meta device.
+    The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling work on the local shards, with
+    one exchange of one number.  A checkpoint is a folder that all processes write; any number of them can resume from it.  After
+    a run rank 0 has the whole parameters, in host memory; the other ranks have them on the meta device.
 
     Args:
-        units: "auto" finds repeated layers by structure; else a list of the classes whose modules are gathered one by one.
-        replicate: how many copies of the module there are, each shared by as many ranks (HSDP); copies exchange gradients alone.
+        units: "auto" finds repeated layers by structure; or a list of the classes whose modules are the units.
+        replicate: how many copies of the module there are, each sharded over an equal number of ranks (HSDP); copies exchange
+            only gradients.
         reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
-            keeps them, a number of ranks keeps a larger part of them.
-        offload: parts, gradients and optimizer states are in host memory, where the update runs; weights are brought to the GPU
+            keeps them, a number of ranks reshards over only so many, which keeps a larger shard.
+        offload: keeps shards, gradients and optimizer states in host memory, where the update runs; weights are moved to the GPU
             unit by unit.  Without loss scaling: at O0, O4 and O5.
-        activation_checkpointing: classes whose modules compute their activations again in backward.
-        parallelize: a function of the module and a mesh, in which it splits layers by torch's ``parallelize_module``; what it
-            changes of the modules' numbers (heads of an attention) is given back after the run.
-        tensor_parallel: over how many neighbouring ranks it splits them; these compute one batch together.
+        activation_checkpointing: classes whose modules recompute their activations in backward.
+        parallelize: a function of the module and a mesh that splits layers with torch's ``parallelize_module``; numbers of
+            modules that it changes (heads of an attention) are restored after the run.
+        tensor_parallel: over how many neighbouring ranks it splits them; they compute one batch together.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
-        ConfigError: for options that are not these.
+        ConfigError: for unknown options or wrong values.
 
     Example:
         >>> FSDP(reshard_after_forward="zero2").name

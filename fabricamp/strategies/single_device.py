@@ -14,7 +14,7 @@ class SingleDeviceStrategy(Strategy):
     """One process on one device: that of the Trainer's ``accelerator`` and ``devices``.
 
     Args:
-        device: has to be that one, where given.
+        device: if given, has to be that device.
 
     Example:
         >>> SingleDeviceStrategy(device="cpu").name

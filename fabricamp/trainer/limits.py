@@ -38,23 +38,23 @@ class TrainerLimits:
     _runner: Runner
 
     max_epochs = _Setting[int](
-        "The epoch at which training ends; -1 for no limit.  Set in a running fit it counts from there on, as the next three do."
+        "The epoch at which training ends; -1 for no limit.  May be set in a running fit, as the next three."
     )
     max_steps = _Setting[int]("The step at which training ends; -1 for no limit.")
-    min_epochs = _Setting[int]("The epochs that a stop request has to wait for.")
-    min_steps = _Setting[int]("The steps that a stop request has to wait for.")
+    min_epochs = _Setting[int]("The epochs that training lasts at least: a stop request waits for them.")
+    min_steps = _Setting[int]("The steps that training lasts at least: a stop request waits for them.")
     accumulate_grad_batches = _Setting[int]("The number of micro-batches in a step.")
     log_every_n_steps = _Setting[int]("The number of steps between two flushes of logged values.")
     limit_train_batches = _Setting[float](
         "How many batches an epoch has at most (int), or which share of the loader's (float)."
     )
-    limit_val_batches = _Setting[float]("The same of each validation loader.")
-    limit_test_batches = _Setting[float]("The same of each loader to test.")
-    limit_predict_batches = _Setting[float]("The same of each loader to predict.")
+    limit_val_batches = _Setting[float]("The same for each validation loader.")
+    limit_test_batches = _Setting[float]("The same for each test loader.")
+    limit_predict_batches = _Setting[float]("The same for each prediction loader.")
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """What gradients are limited to; None for no limit."""
+        """The largest norm, or value, of gradients; None for no limit."""
         clip = self._runner.settings.clip
         return None if clip is None else clip.value
 
@@ -106,7 +106,7 @@ class TrainerLimits:
 
     @property
     def num_sanity_val_steps(self) -> float:
-        """How many batches of each validation loader are run before training; infinity for all."""
+        """How many batches of each validation loader run before training; infinity for all."""
         return self._runner.settings.num_sanity_val_steps
 
     @property
@@ -121,7 +121,7 @@ class TrainerLimits:
 
     @property
     def default_root_dir(self) -> str:
-        """Where logs and checkpoints go that have no other place."""
+        """The folder of logs and checkpoints that have no other place."""
         return self._runner.settings.default_root_dir
 
     @property

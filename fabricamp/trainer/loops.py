@@ -56,7 +56,7 @@ class EpochLoop:
     """The step at which training ends; -1 for no limit."""
 
     min_steps = _Limit[int]()
-    """The steps that a stop request has to wait for."""
+    """The steps that training lasts at least: a stop request waits for them."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
@@ -97,13 +97,13 @@ class FitLoop:
     """The epoch at which training ends; -1 for no limit."""
 
     min_epochs = _Limit[int]()
-    """The epochs that a stop request has to wait for."""
+    """The epochs that training lasts at least: a stop request waits for them."""
 
     max_steps = _Limit[int]()
     """The step at which training ends; -1 for no limit."""
 
     min_steps = _Limit[int]()
-    """The steps that a stop request has to wait for."""
+    """The steps that training lasts at least: a stop request waits for them."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer

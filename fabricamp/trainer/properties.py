@@ -70,7 +70,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def model(self) -> TrainingModule:
-        """The module, by the name that fit takes it by."""
+        """The module, by the name of ``fit``'s argument."""
         return self.module
 
     @property
@@ -80,7 +80,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The DataModule, where one was given."""
+        """The DataModule, if one was given."""
         return self._opened.source.datamodule
 
     @property
@@ -151,22 +151,22 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader that is trained on, None in other runs; of several the collection that they came in, as in the next three."""
+        """The training loader, None in other runs; of several the collection that was given, as in the next three."""
         return self._opened.data.as_given("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The loaders that are validated on; None where there are none."""
+        """The validation loaders; None if there are none."""
         return self._opened.data.as_given("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The loaders that are tested on; None where there are none."""
+        """The test loaders; None if there are none."""
         return self._opened.data.as_given("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loaders whose batches are predicted; None where there are none."""
+        """The prediction loaders; None if there are none."""
         return self._opened.data.as_given("predict")
 
     @property
@@ -236,7 +236,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation batches before training run."""
+        """Whether the sanity check, the validation batches before training, runs."""
         return self.state.stage is RunningStage.SANITY_CHECKING
 
     @property
@@ -256,7 +256,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """What was logged, as new tensors on the device: in a step this rank's latest values, else those of all ranks.
+        """The logged values, as new tensors on the device: in a step this rank's latest ones, else those of all ranks.
 
         Looking waits for nothing, on no rank; ``float()`` of a tensor waits for the device.  What callbacks put into the dict
         stays there, and can be monitored.
@@ -265,7 +265,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def monitored_metrics(self) -> dict[str, Any]:
-        """What monitors decide by: the values of all ranks, on the host, and what callbacks put into ``callback_metrics``."""
+        """The values that monitors use: those of all ranks, on the host, and what callbacks put into ``callback_metrics``."""
         return {} if self._runner.session is None else self._runner.session.metrics.monitored()
 
     @property
@@ -275,7 +275,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values that the progress bar shows: of a step this rank's last ones, on a GPU as of the last look or two."""
+        """The values that the progress bar shows: in a step this rank's last ones, on a GPU a picture or two old."""
         return {} if self._runner.session is None else self._runner.session.metrics.glance()
 
     # -- loops, as Lightning has them ---------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_training_batches(self) -> float:
-        """The number of micro-batches in an epoch on this rank; infinity where the loader does not tell."""
+        """The number of micro-batches in an epoch on this rank; infinity for a loader without a length."""
         return self._opened.data.num_training_batches
 
     @property
@@ -334,7 +334,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of steps that training will take, for schedules; infinity where neither epochs nor steps are limited."""
+        """The number of steps that training will take, for schedules; infinity if neither epochs nor steps are limited."""
         batches, limits = self.num_training_batches, [self.max_steps] if self.max_steps >= 0 else []
         if batches != float("inf") and self.max_epochs >= 0:
             limits.append(self._steps_of(int(batches)))
@@ -375,7 +375,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def accelerator(self) -> Accelerator:
-        """What kind of devices it runs on, as one of Lightning's objects."""
+        """The kind of devices it runs on, as one of Lightning's objects."""
         return accelerator_of(self.device_type)
 
     @property

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 class Trainer(TrainerProperties):
     """Trains, validates, tests and predicts with a :class:`TrainingModule`; argument names are Lightning's.
 
-    None stands for an argument's default, and a variable such as ``PL_TRAINER_MAX_EPOCHS`` for one that is not given.  Every
-    argument is checked here; what depends on the module, its optimizers or the data is checked in ``fit`` before the first batch.
+    None means an argument's default.  An environment variable such as ``PL_TRAINER_MAX_EPOCHS`` gives an argument that is left
+    out.  Every argument is checked here; what depends on the module, its optimizers or the data is checked in ``fit``, before the
+    first batch.
 
     Args:
         accelerator: "cpu", "gpu" ("cuda" is the same), or "auto": a GPU where there is one.
@@ -52,51 +53,51 @@ class Trainer(TrainerProperties):
         num_nodes: how many machines.  torchrun or SLURM starts the processes on each.
         strategy: "single", "ddp", "delayed_ddp", "fsdp", "fault_tolerant", "auto" ("single" or "ddp"), or an object with options.
         precision: "O0" to "O5", Lightning's names such as "16-mixed" and "bf16-true", or an object such as ``OptLevel("O2")``.
-        max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 where neither steps nor time are limited.
+        max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 if neither steps nor time are limited.
         max_steps: the step at which training ends; -1 for no limit.
         max_time: how long training may take: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``.
-        min_epochs: epochs that early stopping and ``should_stop`` have to wait for.
-        min_steps: steps that early stopping and ``should_stop`` have to wait for.
+        min_epochs: the epochs that training lasts at least: early stopping and ``should_stop`` wait for them.
+        min_steps: the steps that training lasts at least: early stopping and ``should_stop`` wait for them.
         limit_train_batches: batches per epoch at most (int), or a share of them (float).
         limit_val_batches: the same for each validation loader; 0 leaves validation out.
         limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each loader to predict.
+        limit_predict_batches: the same for each prediction loader.
         fast_dev_run: a trial of so many batches (True: 1) of each kind, without logs, checkpoints and sanity check.
         overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in the loader's order.
         val_check_interval: validates after so many batches (int), or after each such share of an epoch (float).  By default 1.0.
-            Or as "100 steps, 1 epoch, 30 min" says, or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
+            Also by words such as "100 steps, 1 epoch, 30 min", or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
         check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
         log_every_n_steps: how many steps lie between two rows of logged values.
         accumulate_grad_batches: micro-batches whose gradients make one step.
-        partial_window: what those at the end of an epoch do that are fewer: "step" with them, "carry" them into the next epoch, or
-            "drop" their gradients.
-        on_world_change: what stays where a run goes on with more or fewer processes: "keep_per_rank" (``accumulate_grad_batches``)
-            or "keep_global_batch" (the samples of a step, by another ``accumulate_grad_batches``).
+        partial_window: what happens to an incomplete window at the end of an epoch: "step" makes a step, "carry" continues it in
+            the next epoch, "drop" discards its gradients.
+        on_world_change: what a run that is resumed with more or fewer processes keeps: "keep_per_rank"
+            (``accumulate_grad_batches``) or "keep_global_batch" (the samples of a step, by another ``accumulate_grad_batches``).
         gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
         profiler: "simple" (a table of times), "pytorch" (a trace of a few steps), "memory" (a GPU's), an object, or None.
-        nan_policy: what gradients that are inf or nan do: "skip" the step, "stop" with a checkpoint, "raise"; None: a dynamic
-            loss scale skips, any other precision does not look.
+        nan_policy: what happens when gradients are inf or nan: "skip" the step, "stop" with a checkpoint, "raise"; None: a
+            dynamic loss scale skips the step, any other precision does not check.
         logger: True (TensorBoard, below ``default_root_dir``), False, a logger or a list of them.
         callbacks: a callback, or a list of them.
-        enable_checkpointing: adds a :class:`ModelCheckpoint` where ``callbacks`` has none.
-        enable_progress_bar: adds a :class:`ProgressBar` where ``callbacks`` has none.
-        enable_model_summary: adds a :class:`ModelSummary` where ``callbacks`` has none.
+        enable_checkpointing: adds a :class:`ModelCheckpoint` if ``callbacks`` has none.
+        enable_progress_bar: adds a :class:`ProgressBar` if ``callbacks`` has none.
+        enable_model_summary: adds a :class:`ModelSummary` if ``callbacks`` has none.
         start_method: how other processes start: "script" runs the script again, "spawn", "fork"; "auto" takes what fits.
-        deterministic: torch's deterministic algorithms; "warn" names operations that have none, in place of an error.
-        benchmark: cuDNN's search for the fastest algorithm; None leaves it as it is, and off where ``deterministic``.
+        deterministic: torch's deterministic algorithms; "warn" warns of operations that have none, instead of an error.
+        benchmark: cuDNN's search for the fastest algorithm; None leaves it as it is, or off with ``deterministic``.
         detect_anomaly: torch's anomaly detection, which finds the operation that a bad gradient came from, and is slow.
         use_distributed_sampler: shares loaders among processes; False: every process reads all of them.
-        per_sample_seed: seeds augmentation by (seed, epoch, index), so that no worker or rank changes it.
-        prefetch_batches: how many batches are moved to a GPU ahead of their steps, 0 to 2, by transfer hooks of yours too.
+        per_sample_seed: seeds augmentation by (seed, epoch, index), so it does not depend on workers and ranks.
+        prefetch_batches: how many batches are moved to a GPU ahead of their steps, 0 to 2; your transfer hooks run ahead too.
         sync_batchnorm: BatchNorm over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
-        cuda_graph: True replays the training step as one CUDA graph, "auto" where that can be; a :class:`CudaGraph` has options.
+        cuda_graph: True replays the training step as one CUDA graph, "auto" if possible; a :class:`CudaGraph` has options.
         plugins: a :class:`Precision` or an :class:`Environment` (which process this is), or a list of them; None for none.
-        reload_dataloaders_every_n_epochs: asks for the loaders anew in each so many-th epoch; 0 asks once.
-        enable_autolog_hparams: gives loggers what ``save_hyperparameters`` has kept.
-        barebones: leaves out what is not training: logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
+        reload_dataloaders_every_n_epochs: makes the loaders anew every so many epochs; 0 makes them once.
+        enable_autolog_hparams: gives loggers the hyper-parameters that ``save_hyperparameters`` saved.
+        barebones: only trains: no logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
         compile: True runs ``training_step`` through ``torch.compile``; a dict has its keywords.
         default_root_dir: where logs and checkpoints go; None is the current folder.
@@ -206,17 +207,18 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> None:
-        """Trains from the start, or goes on from a checkpoint.
+        """Trains from the start, or resumes from a checkpoint.
 
-        A second fit counts epochs and steps on, with optimizers made anew: where a limit is reached already it says so and trains
-        nothing, and after ``trainer.fit_loop.max_epochs = n`` it goes on.  :meth:`reset` lets the next one count from 0.
+        A second fit continues the counts of epochs and steps, with new optimizers.  If a limit is reached already, it says so and
+        trains nothing; raise the limit with ``trainer.fit_loop.max_epochs = n``.  :meth:`reset` lets the next one count from 0.
 
         Args:
             model: the module to train.
-            train_dataloaders: a loader, or a dict or list of loaders; None where the module or ``datamodule`` has them.
+            train_dataloaders: a loader, or a dict or list of loaders; None if the module or ``datamodule`` has them.
             val_dataloaders: a loader, or a list of loaders.
             datamodule: a :class:`DataModule` in place of loaders.
-            ckpt_path: a path or URL, "last" (the furthest checkpoint), "best", or "auto" ("last" where there is one).
+            ckpt_path: a path or URL, "last" (the furthest checkpoint), "best", or "auto" ("last" if there is one, else a new
+                start).
             **unknown: refused, with the argument that is meant.
         """
         refuse_unknown_data("fit", unknown)
@@ -236,9 +238,9 @@ class Trainer(TrainerProperties):
         """Runs the validation loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module; None is that of the last run.
-            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            model: the module; None: that of the last run.
+            dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
+            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
             **unknown: refused, with the argument that is meant.
@@ -258,9 +260,9 @@ class Trainer(TrainerProperties):
         """Runs the test loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module; None is that of the last run.
-            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            model: the module; None: that of the last run.
+            dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
+            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
             **unknown: refused, with the argument that is meant.
@@ -277,14 +279,14 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Returns what ``predict_step`` returned, batch by batch (of several loaders: a list each); those of every rank in turn.
+        """Returns the outputs of ``predict_step`` on all ranks, batch by batch; for several loaders a list each.
 
         Args:
-            model: the module; None is that of the last run.
-            dataloaders: a loader, or a list of loaders; None where the module or ``datamodule`` has them.
+            model: the module; None: that of the last run.
+            dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
             datamodule: a :class:`DataModule` in place of loaders.
             return_predictions: False returns None, for a callback that writes them.
-            ckpt_path: the checkpoint whose weights are taken; None leaves them as they are.
+            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
             **unknown: refused, with the argument that is meant.
         """
         refuse_unknown_data("predict", unknown)
@@ -346,7 +348,7 @@ class Trainer(TrainerProperties):
 
     @property
     def should_stop(self) -> bool:
-        """Whether training is to end behind this step; any rank may set it, and all end behind the same one."""
+        """Whether training ends after this step; any rank may set it, and all end after the same one."""
         return self.state.should_stop
 
     @should_stop.setter

@@ -33,7 +33,7 @@ class LRFinder:
     Args:
         mode: "exponential" or "linear": how the rate grew.
         lr_min: the first rate.
-        lr_max: the last rate, where the search came to its end.
+        lr_max: the last rate, if the search was not ended before.
         num_training: how many rates there were to try.
 
     Example:
@@ -55,10 +55,10 @@ class LRFinder:
         """
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Returns the rate at which the loss falls fastest; None where fewer than two losses are finite.
+        """Returns the rate at which the loss falls fastest; None if fewer than two losses are finite.
 
         Args:
-            skip_begin: so many rates at the beginning are not looked at.
+            skip_begin: so many rates at the beginning are not used.
             skip_end: so many at the end.
         """
         place = self._steepest(skip_begin, skip_end)

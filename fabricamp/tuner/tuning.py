@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Tuner:
     """Looks for a learning rate, and for the largest batch size that fits into memory, before a fit.
 
-    The searches are short runs with the Trainer's strategy and precision.  Module, random numbers, callbacks, loggers and counters
-    are what they were after them, also where one raises; no file is written.
+    The searches are short runs with the Trainer's strategy and precision.  Afterwards module, random numbers, callbacks, loggers
+    and counters are restored, also after an error; no file is written.
 
     Args:
         trainer: the Trainer whose fit is to come.
@@ -59,25 +59,25 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Trains a few steps with a rate that grows at each; returns what it found, None under ``fast_dev_run``.
+        """Trains a few steps with a growing rate; returns what it found, None under ``fast_dev_run``.
 
         Args:
-            model: the module; its optimizer is stepped by the Trainer, and is one.
-            train_dataloaders: a loader, or a DataModule; None where the module or ``datamodule`` has it.
-            val_dataloaders: not looked at.
+            model: the module, with one optimizer, under automatic optimization.
+            train_dataloaders: a loader, or a DataModule; None if the module or ``datamodule`` has it.
+            val_dataloaders: not used.
             dataloaders: refused, as in Lightning.
             datamodule: a DataModule in place of loaders.
             method: only "fit".
             min_lr: the first rate.
             max_lr: the last rate.
-            num_training: how many rates are tried, an update each.
+            num_training: how many rates are tried, with one update each.
             mode: how the rate grows: "exponential" or "linear".
-            early_stop_threshold: the search ends where the loss is so many times the smallest one; None: it does not.
-            update_attr: sets the suggested rate where the module keeps it.
-            attr_name: where that is, among attributes and hyper-parameters; "" stands for ``lr`` or ``learning_rate``.
+            early_stop_threshold: ends the search when the loss is so many times the smallest one; None: never.
+            update_attr: sets the module's attribute to the suggested rate.
+            attr_name: the name of that attribute or hyper-parameter; "" means ``lr`` or ``learning_rate``.
 
         Raises:
-            ConfigError: for a wrong argument, several optimizers, manual optimization, or where no attribute is found to set.
+            ConfigError: for a wrong argument, several optimizers, manual optimization, or if there is no attribute to set.
         """
         if method != "fit":
             raise ConfigError(f"lr_find(method={method!r}) cannot work: only 'fit' has a learning rate")
@@ -108,22 +108,22 @@ class Tuner:
         """Looks for the largest batch size that does not run out of memory, sets and returns it; None under ``fast_dev_run``.
 
         Args:
-            model: the module, which makes its loaders with ``batch_arg_name`` where the DataModule does not.
+            model: the module, which makes its loaders with ``batch_arg_name`` if the DataModule does not.
             train_dataloaders: only a DataModule: a loader's batch size cannot be changed.
             val_dataloaders: refused: a loader's batch size cannot be changed.
             dataloaders: likewise.
             datamodule: a DataModule that makes its loaders with ``batch_arg_name``.
             method: what is tried: "fit", "validate", "test" or "predict".
-            mode: "power" doubles the size until it does not fit; "binsearch" goes on between the last two sizes.
-            steps_per_trial: so many steps, or batches, are tried with a size.
+            mode: "power" doubles the size until it does not fit; "binsearch" then searches between the last two sizes.
+            steps_per_trial: how many steps, or batches, are tried with each size.
             init_val: the first size.
-            max_trials: so many sizes are found to fit at most.
+            max_trials: the search ends after so many sizes that fit.
             batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
-            margin: what "binsearch" leaves unused, as a share.
+            margin: the share that "binsearch" leaves unused.
             max_val: the largest size that is tried.
 
         Raises:
-            ConfigError: for a wrong argument, several processes, loaders, or where nothing has ``batch_arg_name``.
+            ConfigError: for a wrong argument, several processes, loaders, or if nothing has ``batch_arg_name``.
         """
         options = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._search(options, *self._check(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule))

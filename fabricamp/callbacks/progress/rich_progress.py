@@ -22,7 +22,7 @@ class RichProgressBar(LightningsBar):
         leave: changes nothing: every epoch leaves its line.
         theme: changes nothing.
         console_kwargs: changes nothing.
-        refresh_rate_hz: how many times a second it is drawn at most.
+        refresh_rate_hz: how many times per second it is drawn at most.
 
     Example:
         >>> bar = RichProgressBar(leave=True)
