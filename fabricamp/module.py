@@ -14,6 +14,7 @@ from fabricamp.checkpoint.arguments import MODULE, build
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.exporting import ExportMixin
+from fabricamp.engine.gathering import gathered
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
@@ -291,8 +292,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"all_gather(group={group!r}, sync_grads={sync_grads}) is not possible: values come from all ranks and have no "
                 "gradients; torch.distributed.nn.functional.all_gather has both"
             )
-        strategy, device = self.trainer.strategy, self.device
-        return apply_to_collection(data, (Tensor, float, int), lambda one: strategy.all_gather(_as_tensor(one, device)))
+        trainer, device = self.trainer, self.device
+        return apply_to_collection(data, (Tensor, float, int), lambda one: gathered(trainer, _as_tensor(one, device)))
 
     # -- where the run stands ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.engine.attachment import Attachment
+from fabricamp.engine.gathering import gathered
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, derives_from, lightnings_base
 from fabricamp.lightning.given import adopted
@@ -208,4 +209,4 @@ def _all_gather(trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads:
             f"all_gather(group={group!r}, sync_grads={sync_grads}) is not possible: values come from all ranks and have no "
             "gradients; torch.distributed.nn.functional.all_gather has both"
         )
-    return trainer.strategy.all_gather(tensor)
+    return gathered(trainer, tensor)

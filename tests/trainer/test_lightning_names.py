@@ -147,6 +147,11 @@ class Gathers(Classifier):
         )
         with pytest.raises(ConfigError, match="sync_grads=True"):
             self.all_gather(torch.ones(1), sync_grads=True)
+        if self.trainer.world_size > 1:
+            with pytest.raises(
+                ConfigError, match=r"of shape \(1, 4\) on rank 0 and \(2, 4\) on rank 1\..*DistributedSampler"
+            ):
+                self.all_gather(torch.ones(rank + 1, 4))
 
 
 def gathered():

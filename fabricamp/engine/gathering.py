@@ -1,0 +1,44 @@
+"""``self.all_gather``: values of every rank, whose shapes are compared where they may differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabricamp.errors import ConfigError
+from fabricamp.state import Scope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabricamp.strategies import Strategy
+    from fabricamp.trainer import Trainer
+
+_DIMENSIONS = 8
+
+
+def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
+    """Returns every rank's tensor, stacked; raises :class:`ConfigError` where shapes differ, but in a training step.
+
+    There the host would wait for the answer, and batches are of one size.
+    """
+    strategy = trainer.strategy
+    if strategy.world_size > 1 and trainer.state.scope is not Scope.TRAIN_STEP:
+        check_shapes(strategy, tensor)
+    return strategy.all_gather(tensor)
+
+
+def check_shapes(strategy: Strategy, tensor: Tensor) -> None:
+    """Compares shapes over ranks: the backends end the process, or wait for ever, where they differ."""
+    sizes = [tensor.ndim, *tensor.shape[:_DIMENSIONS]]
+    own = torch.tensor([*sizes, *[0] * (_DIMENSIONS + 1 - len(sizes))], dtype=torch.int64, device="cpu")
+    shapes = [tuple(found[1 : found[0] + 1]) for found in strategy.all_gather(own).tolist()]
+    other = next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"all_gather got a tensor of shape {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. Ranks evaluate on their "
+            "share of the samples, each sample once, and one may have more than another: pad what they have to one length, "
+            "gather it by torch.distributed.all_gather_object, or give the loader torch's DistributedSampler, which repeats "
+            "samples, and Trainer(use_distributed_sampler=False)"
+        )
