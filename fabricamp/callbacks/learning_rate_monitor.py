@@ -56,14 +56,13 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
         self.last_values: dict[str, float] = {}
-        self._names: list[tuple[str, str, Optimizer]] = []
         self._next_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Names the optimizers; raises where nobody would take the values."""
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
-        self._names = list(self._name_optimizers(trainer))
+        list(self._name_optimizers(trainer))
         # A run that goes on within a window has logged its step before.
         self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
 
@@ -92,7 +91,9 @@ class LearningRateMonitor(Callback):
         if self.logging_interval not in (None, interval):
             return
         values: dict[str, float] = {}
-        for name, own_interval, optimizer in self._names:
+        for name, own_interval, optimizer in self._name_optimizers(
+            trainer
+        ):  # as it is now: averaging may put in its own
             if self.logging_interval is not None or own_interval == interval:
                 values.update(self._values(name, optimizer))
         if values:

@@ -161,6 +161,7 @@ class CombinedPass:
         self._sources = sources
         self._sequential = combined.mode == "sequential"
         self._ends_early = combined.mode == "min_size"
+        self._given = 0
         # Before anything is opened: a pass that begins within its order makes its loader shorter until its first batch.
         self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
         # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in, and nothing else.
@@ -174,6 +175,9 @@ class CombinedPass:
         return self
 
     def __next__(self) -> Any:
+        self._given += 1
+        for source in self._sources:
+            source.note()
         if self._sequential:
             return self._next_in_turn()
         if self._left <= 0:
@@ -186,9 +190,10 @@ class CombinedPass:
             raise StopIteration
         return self._combined.collect(batches)
 
-    def places(self) -> list[dict[str, Any]]:
-        """Where each loader stands, behind the batch that was read last."""
-        return [source.place() for source in self._sources]
+    def places(self, given: int) -> list[dict[str, Any]]:
+        """Where each loader stands behind the batch that was read last, or where ``given`` are one less, before it."""
+        before = given == self._given - 1
+        return [source.place_before() if before else source.place() for source in self._sources]
 
     def close(self) -> None:
         """Lets go of the loaders' iterators and ends their workers."""
@@ -218,6 +223,7 @@ class _Source:
         self._given = self._unread = 0
         self._told: dict[str, Any] = {}
         self._batches: Iterator[Any] | None = None
+        self._before: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
         # The generators before the pass began, and before its first batch: what is read past is drawn by them again.
         self._drawn: list[dict[str, Any]] = list(place.get("drawn", ()))
         if self.ended and not cycles and "state" in place:
@@ -297,9 +303,20 @@ class _Source:
         if self.ended and not self._cycles:
             return self.entered
         if not self._told:
-            drawn = {"drawn": self._drawn} if self._drawn else {}
-            self._told = {"rounds": self.rounds, **place_of(self.loader, self.entered, self._given), **drawn}
+            self.note()
+            self._told = self.place_before()
         return self._told
+
+    def note(self) -> None:
+        """Notes where the pass stands."""
+        self._before = self.rounds, self.entered, self._given, self._drawn
+
+    def place_before(self) -> dict[str, Any]:
+        """Where it stood when :meth:`note` was called; a loader that keeps its own position knows the present one alone."""
+        rounds, entered, given, drawn = self._before
+        if rounds and not self._cycles:
+            return entered
+        return {"rounds": rounds, **place_of(self.loader, entered, given), **({"drawn": drawn} if drawn else {})}
 
     def close(self) -> None:
         """Lets go of the loader's iterator; its workers end, unless they are to wait for the next pass."""

@@ -91,8 +91,8 @@ class Feed:
         self._given = 0
         self._whole: float = math.inf  # how many batches lie behind the last one, once that is out
         self._loaded: dict[str, Any] | None = None
-        self._over = False
-        self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
+        self._over = self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
+        self._out: dict[str, Any] = {}  # where the pass stood before the batch that is out, where it is known
         # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
         self._notes_end = any(map(goes_on_behind_a_pass, self._members))
         self._ended = self._ended_before = None  # type: dict[str, Any] | None
@@ -175,7 +175,8 @@ class Feed:
             if self._resume is not None:
                 places = self._resume["places"]
             return {**state, "places": places, "last": over}
-        marks = [as_saved(mark) for _, mark in self._queue if mark]
+        begun = [self._out] if batches < self._whole else []  # which is begun anew
+        marks = [as_saved(mark) for mark in (*begun, *(mark for _, mark in self._queue)) if mark]
         ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
         drawn = [mark["drawn"] for mark in marks[1:]]
         return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
@@ -254,7 +255,7 @@ class Feed:
         generators = generators_of(self._members)
         ended, self._ended, self._ended_before = self._ended_before, None, None
         if ended and self._notes_end and len(ended["places"]) == len(self._members):
-            self._end_again(ended)
+            self._end_again(ended, generators)
         if not resume.get("batches"):
             rng = capture_rng() if any(map(is_read_past, self._members)) else None
             self._begun = {"rng": rng, "generators": states_of(generators), "again": self._again}
@@ -273,9 +274,8 @@ class Feed:
                 self._read(batches)
             return batches
 
-    def _end_again(self, ended: dict[str, Any]) -> None:
+    def _end_again(self, ended: dict[str, Any], generators: list[torch.Generator]) -> None:
         """Ends the pass that a run before has ended by a number: the next one may go on behind it."""
-        generators = generators_of(self._members)
         with isolate(generators):
             combined = isinstance(self._loader, CombinedLoader)
             self._source = self._loader.stopped(ended["places"]) if combined else self._enter(ended)
@@ -308,7 +308,7 @@ class Feed:
 
     def _places(self, given: int) -> list[dict[str, Any]]:
         if isinstance(self._loader, CombinedLoader):
-            return list(self._source.places()) if self._source is not None else self._entered
+            return list(self._source.places(given)) if self._source is not None else self._entered
         return [place_of(self._loader, self._entered[0], given)]
 
     def _mark(self, given: int) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Feed:
         while True:
             while queue[-1][0] is not _END and len(queue) <= ahead:
                 self._read(batches)
-            batch, _ = queue.popleft()
+            batch, self._out = queue.popleft()
             if batch is _END:
                 break
             yield batch, queue[0][0] is _END and self._failure is None

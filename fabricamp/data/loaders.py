@@ -10,6 +10,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -81,7 +82,8 @@ def wire_loader(
         if part := next((one for one in shared if isinstance(one, Sharded | LengthGroups)), None):
             part.share_out(place, places, train=train)
         elif rank == 0:
-            _say_used_as_it_is(loader, unshared=world_size > 1 and distributed_sampler, overfit=overfit > 0)
+            unshared = world_size > 1 and distributed_sampler
+            _say_used_as_it_is(loader, unshared=unshared, overfit=overfit > 0, train=train)
         return loader
     if train:
         common = from_first if distributed_sampler else None
@@ -237,8 +239,16 @@ def _kind(loader: Any) -> str:
     return " with ".join(type(part).__name__ for part in (loader, *parts) if part is not None)
 
 
-def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool) -> None:
-    if unshared and not _is_shared_out(loader):
+def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: bool) -> None:
+    dataset = getattr(loader, "dataset", None)
+    if unshared and not train and isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset):
+        # Training looks at what the ranks begin with.
+        name = type(dataset).__name__
+        say_once(
+            f"{name} is evaluated as it is: each rank sees all that it gives there, which is every sample unless it shares itself "
+            f"out by rank; DataLoader(Sharded({name}(...))) of fabricamp.data does that for any stream"
+        )
+    elif unshared and not _is_shared_out(loader):
         say_once(
             f"{type(loader).__name__} is used as it is: each rank reads what it gives there; shard it by rank "
             "(a DistributedSampler does), or pass torch's DataLoader with its default sampler"

@@ -19,6 +19,7 @@ _UNKNOWN_OPTION = re.compile(r"TrainingModule\.log\(\) got an unexpected keyword
 _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|Input type .* type .* should be the same")
 _PAST_THE_END = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (\d+)")
 _FETCHES = str(Path("torch", "multiprocessing", "reductions.py"))
+_CONVERTED = ("O2", "O3", "O5")
 _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
@@ -43,16 +44,22 @@ def _unknown_option(error: BaseException) -> Iterator[str]:
 
 def _dtypes_that_differ(error: BaseException, module: nn.Module, precision: str) -> Iterator[str]:
     words = str(error)
-    if precision != "32-true" or not isinstance(error, RuntimeError) or _DTYPES_DIFFER.search(words) is None:
+    differ = isinstance(error, RuntimeError) and _DTYPES_DIFFER.search(words) is not None
+    if not differ or precision not in ("32-true", *_CONVERTED):
         return
     name = type(module).__name__
     other = next((one.dtype for one in module.parameters() if one.dtype in _TRUE_NAMES), None)
-    if other is not None:
+    if other is not None and precision in _CONVERTED:
+        yield (
+            f"{name} is {other} at precision={precision!r}, and its modules, or copies of them, cast what a step (training_step "
+            "and its like) calls them with, nothing else; in other hooks write trainer.precision_plugin.forward(net, x) for net(x)"
+        )
+    elif other is not None:
         yield (
             f"{name} has {other} parameters, and precision='32-true' converts neither them nor the batch; give "
             f"Trainer(precision={_TRUE_NAMES[other]!r}), which does, or build it in float32"
         )
-    elif "double" in words.lower():
+    elif precision == "32-true" and "double" in words.lower():
         yield (
             f"{name}'s parameters are float32, and it was given float64, which is numpy's default; convert that with .float(), "
             "or give Trainer(precision='64-true')"

@@ -95,6 +95,15 @@ def test_an_optimizer_without_scheduler(start, interval, steps):
     assert [step for step, _ in logged(trainer)] == steps
 
 
+def test_a_schedule_that_is_put_in_on_the_way_is_logged_by_its_own_interval(start):
+    optimizer = adam()
+    trainer = start(LearningRateMonitor(), [optimizer], [schedule(optimizer, "step", name="steps")])
+    trainer.epoch(steps=12)
+    trainer.lr_scheduler_configs[:] = [schedule(optimizer, "epoch")]  # as averaging of weights does
+    trainer.epoch(steps=12)
+    assert [(step, *values) for step, values in logged(trainer)] == [(9, "steps"), (12, "lr-Adam")]
+
+
 def test_names(start):
     first, second, named, bare = adam(), adam(2), adam(), adam()
     second.param_groups[1]["name"] = "head"

@@ -145,6 +145,17 @@ def test_anything_else_is_used_as_it_is_and_said_once(loader, caplog):
     assert [record.message.split(":")[0] for record in caplog.records] == [f"{type(loader).__name__} is used as it is"]
 
 
+def test_a_stream_that_ranks_evaluate_is_told_of_where_training_was_told_of_too(caplog):
+    with caplog.at_level(logging.WARNING):
+        for train in (True, False, False):
+            wire(DataLoader(Stream()), world_size=2, train=train)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "DataLoader is used as it is",
+        "Stream is evaluated as it is",
+    ]
+    assert "DataLoader(Sharded(Stream(...)))" in caplog.records[1].message
+
+
 def test_users_distributed_sampler_is_kept_without_a_word(caplog):
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
     plain = DataLoader(range(8), sampler=sampler)

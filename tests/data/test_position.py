@@ -425,3 +425,27 @@ def test_loaders_of_several_kinds_go_on_from_anywhere(kind, mode, limit):
             found = [plain(batch) for batch in again.behind(behind)]
             found += [plain(batch) for _ in range(3) for batch in again if count + len(found) < len(straight)]
             assert found[: len(straight) - count] == straight[count:], count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: shuffled(8),
+        lambda: stream(8),
+        lambda: CombinedLoader([shuffled(8), shuffled(6)], "max_size"),
+        lambda: CombinedLoader([shuffled(8), stream(4)]),
+        lambda: CombinedLoader([shuffled(4), DataLoader(Numbers(4), 2)], "sequential"),
+    ],
+    ids=["one loader", "a stream", "two loaders", "a stream beside a loader", "one after the other"],
+)
+def test_a_batch_that_is_out_and_not_done_is_given_again(make):
+    """As where a step raises, and its run is saved then."""
+    with isolate_rng():
+        feed, straight, states = Feed(wired(make())), [], []
+        for done, batch in enumerate(feed):
+            straight.append(plain(batch))
+            states.append(copy.deepcopy(feed.state_dict(done)))
+        for done, state in enumerate(states[1:], 1):
+            again = Feed(wired(make()))
+            assert again.load_state_dict(state) == done
+            assert [plain(batch) for batch in again.behind(done)] == straight[done:]

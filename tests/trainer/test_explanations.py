@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import time
 from multiprocessing import resource_sharer
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricamp import ConfigError, Trainer, TrainingModule
+from fabricamp import Callback, ConfigError, Trainer, TrainingModule
 from tests.small import QUIET
 
 
@@ -59,6 +60,28 @@ def test_a_module_that_is_not_float32_at_full_precision(dtype, name):
     assert note.startswith(f"fabricamp: Line has {dtype} parameters")
     assert f"Trainer(precision={name!r})" in note
     Trainer(**{**QUIET, "max_steps": 1, "precision": name}).fit(Line(dtype), [torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_half_module_that_is_called_outside_of_a_step(level, copied):
+    class Averages(Callback):
+        through = False
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            net = copy.deepcopy(module.layer) if copied else module.layer
+            forward = trainer.precision_plugin.forward
+            self.result = forward(net, batch) if self.through else net(batch)
+
+    own = Averages()
+    (note,) = notes_of(Line(), torch.ones(1, 2), RuntimeError, precision=level, callbacks=own)
+    assert note.startswith(
+        f"fabricamp: Line is torch.{'bfloat16' if level == 'O5' else 'float16'} at precision={level!r}"
+    )
+    assert "write trainer.precision_plugin.forward(net, x) for net(x)" in note
+    own.through = True
+    Trainer(**{**QUIET, "max_steps": 1, "precision": level, "callbacks": own}).fit(Line(), [torch.ones(1, 2)])
+    assert own.result.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
