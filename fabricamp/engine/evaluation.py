@@ -62,7 +62,8 @@ class EvaluationLoop:
         self._epoch_end = hooks(f"on_{kind}_epoch_end")
         self._batch_start = hooks(f"on_{kind}_batch_start")
         self._batch_end = hooks(f"on_{kind}_batch_end")
-        if record is not None:
+        self._record = record
+        if record is not None and record.writes:
             self._batch_start = (record.begin_batch, *self._batch_start)
             self._batch_end = (*self._batch_end, record.end_batch)
 
@@ -94,9 +95,13 @@ class EvaluationLoop:
         state = self._state
         counted = state.batches_done
         state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+        outputs: list[list[Any]] = [[] for _ in feeds]
+        if self._record is not None:
+            self._record.share(outputs)
         call_all(self._start)
         call_all(self._epoch_start)
-        outputs = [self._run_loader(feed, index, keep=keep) for index, feed in enumerate(feeds)]
+        for index, feed in enumerate(feeds):
+            self._run_loader(feed, index, outputs[index] if keep else None)
         state.batches_done = counted
         self._agree_on_the_end()
         if not self.cut_short:
@@ -117,16 +122,15 @@ class EvaluationLoop:
             self._state.scope = Scope.NOWHERE  # what is logged now would get lost
         call_all(self._end)
 
-    def _run_loader(self, feed: Feed, dataloader_idx: int, *, keep: bool) -> list[Any]:
+    def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Any] | None) -> None:
         state = self._state
         state.dataloader_idx = dataloader_idx
         # As in Lightning: hooks that do not take the loader's number do with one loader.
         number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
         if self._kind != "predict":
             state.scope = Scope.EVAL_STEP
-        outputs: list[Any] = []
         if self.cut_short:
-            return outputs
+            return
         for batch_idx, batch in enumerate(feed):
             state.batch = batch
             for hook in self._batch_start:
@@ -135,13 +139,12 @@ class EvaluationLoop:
             output = self.forward(*arguments)
             for hook in self._batch_end:
                 hook(output, batch, batch_idx, *number)
-            if keep:
+            if outputs is not None:
                 outputs.append(output)
             if self._stops and self._count_and_stop():
                 break
         if self._kind != "predict":
             state.scope = Scope.EVAL_EPOCH
-        return outputs
 
     def _count_and_stop(self) -> bool:
         """Counts a batch as the stop agreement does; returns whether all ranks agreed to end here."""

@@ -21,10 +21,14 @@ _HOST = torch.device("cpu")
 
 
 class PredictionRecord:
-    """Follows the predict loop over ``loaders``, which are read in place of those given; ``keeps`` the whole epoch."""
+    """Follows the predict loop over ``loaders``, which are read in place of those given; ``keeps`` the whole epoch.
 
-    def __init__(self, loaders: Sequence[Any], *, keeps: bool) -> None:
-        noted = [note_indices(loader) for loader in loaders]
+    Unless somebody ``writes`` there are no indices: the predictions are those that ``predict`` is to return, if it is.
+    """
+
+    def __init__(self, loaders: Sequence[Any], *, writes: bool, keeps: bool) -> None:
+        noted = [note_indices(loader) if writes else (loader, None) for loader in loaders]
+        self.writes = writes
         self.loaders = [loader for loader, _ in noted]
         self.indices: list[Any] | None = None
         """Of the batch that is out; None where its loader does not tell."""
@@ -40,21 +44,24 @@ class PredictionRecord:
         if self._keeps and epoch is not None and self.indices is not None:
             epoch.append(self.indices)
 
+    def share(self, outputs: list[list[Any]]) -> None:
+        """Shows the lists that the loop fills, where the record has none of its own."""
+        if not self._keeps:
+            self.predictions = outputs
+
     def end_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Behind the hooks of a batch's end."""
         if self._keeps:
             self.predictions[dataloader_idx].append(move_to_device(output, _HOST))
 
 
-def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord | None:
-    """Returns the record that the Trainer's callbacks read; None where none of them writes predictions."""
+def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord:
+    """Returns the record that the Trainer's callbacks and the module read."""
     writers: list[Any] = [
         one for one in trainer.callbacks if isinstance(one, BasePredictionWriter) or writes_predictions(one)
     ]
-    if not writers:
-        return None
-    record = PredictionRecord(loaders, keeps=any(one.interval.on_epoch for one in writers))
-    if trainer.is_global_zero:
+    record = PredictionRecord(loaders, writes=bool(writers), keeps=any(one.interval.on_epoch for one in writers))
+    if writers and trainer.is_global_zero:
         for loader, epoch in zip(loaders, record.epoch_indices, strict=True):
             if epoch is None:
                 say_once(

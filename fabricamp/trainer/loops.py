@@ -160,7 +160,7 @@ class EvaluationLoop:
 
 
 class PredictionLoop(EvaluationLoop):
-    """``trainer.predict_loop``; what it predicts is known while it runs and a ``BasePredictionWriter`` is among the callbacks."""
+    """``trainer.predict_loop``; what it predicts is known while it runs, indices beside a ``BasePredictionWriter``."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         super().__init__(trainer, "predict")
@@ -175,11 +175,14 @@ class PredictionLoop(EvaluationLoop):
     def epoch_batch_indices(self) -> list[list[list[Any]] | None]:
         """The indices of every batch so far, a list per loader; None for a loader that does not tell."""
         record = self._record
-        return [] if record is None else record.epoch_indices
+        return [] if record is None or not record.writes else record.epoch_indices
 
     @property
     def predictions(self) -> list[Any]:
-        """What this rank predicted so far, for a writer that writes an epoch: a list of batches; of several loaders a list each."""
+        """What this rank predicted so far: a list of batches, of several loaders a list each.
+
+        Nothing where it is not kept: with ``return_predictions=False``, unless there is a writer that writes an epoch.
+        """
         kept = [] if self._record is None else self._record.predictions
         return kept[0] if len(kept) == 1 else kept
 

@@ -226,8 +226,8 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or ``test`` runs."""
-        return self.validating or self.testing
+        """Whether validation, the sanity check or ``test`` runs."""
+        return self.validating or self.testing or self.sanity_checking
 
     @property
     def predicting(self) -> bool:

@@ -291,3 +291,31 @@ def test_the_loaders_of_another_run_are_nobodys():
     trainer.fit(module, datamodule=SetUpByStage())
     trainer.test(module, datamodule=SetUpByStage(), verbose=False)
     assert seen == [["fit", True, True, False, False], 8, ["test", False, False, True, False]]
+
+
+def test_what_was_predicted_so_far_is_there_where_it_is_kept():
+    class Looks(Classifier):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return batch_idx
+
+        def on_predict_epoch_end(self):
+            seen.append(self.trainer.predict_loop.predictions)
+
+    seen = []
+    for loaders, options in ((loader(8), {}), ([loader(8), loader(4)], {}), (loader(8), {"return_predictions": False})):
+        quiet_trainer().predict(Looks(), loaders, **options)
+    assert seen == [[0, 1], [[0, 1], [0]], []]
+
+
+def test_the_sanity_check_is_an_evaluation():
+    class Asks(Classifier):
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.sanity_checking, self.trainer.validating, self.trainer.evaluating))
+
+        def training_step(self, batch, batch_idx):
+            assert not self.trainer.evaluating
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    quiet_trainer(max_epochs=1, num_sanity_val_steps=1).fit(Asks(), loader(4), loader(4))
+    assert seen == [(True, False, True), (False, True, True)]
