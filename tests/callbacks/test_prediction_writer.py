@@ -186,7 +186,7 @@ class Looks(Callback):
 
 def test_without_a_writer_nothing_is_noted():
     looks, loader = Looks(), DataLoader(SAMPLES, batch_size=8)
-    quiet_trainer(callbacks=[looks]).predict(Repeats(), loader)
+    quiet_trainer(callbacks=[looks]).predict(Repeats(), loader, return_predictions=False)
     assert looks.seen == [(None, 0, 0)] * 3
     assert looks.loaders[0] is loader
     trainer = quiet_trainer(callbacks=[Notes("epoch")], max_steps=1)
