@@ -78,7 +78,11 @@ class EvaluationLoop:
         state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         if state.fn is not TrainerFn.FITTING:
             self._agreement.begin()
-        outputs = self._within((*self._contexts, self._no_gradients), partial(self._run_loaders, feeds, keep=keep))
+        try:
+            outputs = self._within((*self._contexts, self._no_gradients), partial(self._run_loaders, feeds, keep=keep))
+        except BaseException:
+            _set_modes(modes)  # for whoever trains the module next
+            raise
         state.evaluated = NOT_VALIDATING
         state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
         self._restore_modes(modes)
@@ -162,9 +166,13 @@ class EvaluationLoop:
         name = f"on_{self._kind}_model_train"
         if overrides(self._module, name, ModuleHooks):
             getattr(self._module, name)()
-            return
-        for submodule, training in modes:
-            submodule.training = training
+        else:
+            _set_modes(modes)
+
+
+def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
+    for submodule, training in modes:
+        submodule.training = training
 
 
 def _count_arguments(step: Callable[..., Any]) -> int:

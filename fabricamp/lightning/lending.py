@@ -67,6 +67,8 @@ def _tied(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool)
 
 def detach(attachment: Attachment, source: GivenData) -> None:
     """Takes back what Lightning's objects were lent, however the run ended; modules of ours stay attached."""
+    while attachment.toggled:  # by a step that raised
+        attachment.toggled.pop().requires_grad_(True)
     attachment.release()
     if derives_from(source.datamodule, DATA):
         vars(source.datamodule)["trainer"] = None

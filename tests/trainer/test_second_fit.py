@@ -134,3 +134,54 @@ def test_the_optimizers_of_the_fit_are_there_behind_an_evaluation(tmp_path):
     assert torch.equal(saved["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
     trainer.validate(Classifier(), loader(4), verbose=False)
     assert trainer.optimizers == []
+
+
+class TwoHalves(Classifier):
+    """Manual optimization by two optimizers, with dropout; raises where ``fails`` says, once."""
+
+    def __init__(self, fails=""):
+        super().__init__()
+        self.automatic_optimization = False
+        self.dropout, self.fails = torch.nn.Dropout(0.5), fails
+
+    def fail_in(self, place):
+        if self.fails == place and self.global_step >= 2:
+            self.fails = ""
+            raise ValueError(place)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = torch.nn.functional.cross_entropy(self.net(self.dropout(batch[0])), batch[1])
+            self.manual_backward(loss)
+            self.fail_in("a step")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def on_validation_epoch_start(self):
+        self.fail_in("validation")
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.net[0], self.net[2])]
+
+
+@pytest.mark.parametrize("place", ["a step", "validation"])
+def test_a_module_whose_fit_failed_goes_on_as_a_new_one_does(place, tmp_path):
+    def fitted(trainer, module, ckpt_path=None):
+        torch.manual_seed(1)
+        trainer.fit(module, loader(16), loader(4), ckpt_path=ckpt_path)
+        return list(module.parameters())
+
+    def new_trainer(folder):
+        keeper = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+        return quiet_trainer(max_epochs=2, callbacks=keeper, enable_checkpointing=True, num_sanity_val_steps=0)
+
+    module, trainer = TwoHalves(place), new_trainer(tmp_path / "failed")
+    with pytest.raises(ValueError, match=place):
+        fitted(trainer, module)
+    assert all(one.training for one in module.modules())
+    assert all(one.requires_grad for one in module.parameters())
+    again = fitted(trainer, module, "last")
+    straight = fitted(new_trainer(tmp_path / "straight"), TwoHalves())
+    assert all(map(torch.equal, again, straight))
