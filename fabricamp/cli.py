@@ -307,7 +307,7 @@ def _run(command: str, path: Path, overrides: list[str]) -> int:
         _check_there(ckpt_path)
     elif command != "fit" and trainer.is_global_zero and not _started():
         print(
-            f"fabricamp: {command} takes the weights that the module is built with; ckpt_path=FILE gives others",
+            f"fabricamp: {command} uses the module's initial weights; give ckpt_path=FILE to load others",
             file=sys.stderr,
         )
     entry: Any = getattr(trainer, command)

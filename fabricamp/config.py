@@ -341,8 +341,8 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
     if where.startswith("--"):
         nearby = "in the current folder or one of PYTHONPATH"
     raise ConfigError(
-        f"{where}={'.'.join(words)!r}: there is no module {words[0]!r} among those that are "
-        f"installed, or lie {nearby}{nearest(words[0], _modules_nearby())}"
+        f"{where}={'.'.join(words)!r}: there is no module {words[0]!r}, neither installed "
+        f"nor {nearby}{nearest(words[0], _modules_nearby())}"
     )
 
 

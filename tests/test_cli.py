@@ -178,7 +178,7 @@ def test_validate_test_and_predict(capfd):
     assert main(["validate", "config.yaml"]) == 0
     assert "val_loss" in capfd.readouterr().out
     assert main(["test", "config.yaml"]) == 0
-    assert "test takes the weights that the module is built with; ckpt_path=FILE" in capfd.readouterr().err
+    assert "test uses the module's initial weights; give ckpt_path=FILE" in capfd.readouterr().err
     assert main(["predict", "config.yaml"]) == 0
     import torch
 

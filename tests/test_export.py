@@ -124,7 +124,7 @@ def test_onnx_gives_what_the_module_gives():
         (
             ["net.pt2", "--module", "mynet.Net"],
             2,
-            "no module 'mynet' among those that are installed, or lie in the current folder",
+            "no module 'mynet', neither installed nor in the current folder",
         ),
         (["weights.bin"], 2, "'weights.bin' has no known format; end it in .pt, .safetensors, .pt2, .onnx"),
         (["w.pt", "--dtype", "half"], 2, "dtype='half' is not known (known: 'fp32'"),

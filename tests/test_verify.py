@@ -93,11 +93,11 @@ def test_a_script(argument, code, said, capsys, monkeypatch):
         (["--batches", "3", "fails.py"], "batches=3: choose 4 or more"),
         (
             ["fails.py"],
-            "fails.py did not come to the end of what was tried (straight); its last words:\nno trainer here",
+            "fails.py ended too early (straight); its last words:\nno trainer here",
         ),
         (
             ["ends.py"],
-            "ends.py ended without a Trainer.fit, which is what is tried; its last words:\nno trainer here",
+            "ends.py ended without a call of Trainer.fit; its last words:\nno trainer here",
         ),
     ],
 )

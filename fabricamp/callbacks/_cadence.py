@@ -68,7 +68,7 @@ def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
     seconds = as_seconds("val_check_interval", interval)
     if not seconds:
         raise ConfigError(
-            f"val_check_interval={interval!r} is no time; to leave validation out give limit_val_batches=0"
+            f"val_check_interval={interval!r} is not allowed; to leave validation out give limit_val_batches=0"
         )
     return Every(interval=timedelta(seconds=seconds))
 
@@ -80,7 +80,7 @@ def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, int
         return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
     if any(one is not None for one in (steps, epochs, interval)):
         raise ConfigError(
-            f"ModelCheckpoint(every={every!r}) says all of when to save: leave every_n_train_steps, train_time_interval and "
+            f"ModelCheckpoint(every={every!r}) is the whole schedule of saves: leave every_n_train_steps, train_time_interval and "
             "every_n_epochs out"
         )
     return parse_every(every)

@@ -64,7 +64,7 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Refuses: within a run there is no search."""
         raise ConfigError(
-            "scale_batch_size was called within a run, where the module cannot be tried and given back; end the fit "
+            "scale_batch_size was called within a run, which a search would disturb; end the fit "
             "(max_epochs), call Tuner(trainer).scale_batch_size(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 

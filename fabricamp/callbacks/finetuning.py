@@ -227,9 +227,8 @@ class BaseFinetuning(Callback):
             ]
             if [group["params"] for group in saved[: len(here)]] != here:
                 raise CheckpointError(
-                    f"{type(self).__name__}: the groups that configure_optimizers gave optimizer {number} "
-                    f"({type(optimizer).__name__}) have other parameters than those of the run that is gone on with; freeze the "
-                    "same in freeze_before_training, and build the same optimizers"
+                    f"{type(self).__name__}: the parameter groups of optimizer {number} ({type(optimizer).__name__}) differ from "
+                    "those of the resumed run; freeze the same parameters in freeze_before_training, and build the same optimizers"
                 )
             for group in saved[len(here) :]:
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})

@@ -34,8 +34,8 @@ class GradientAccumulationScheduler(Callback):
         whole = isinstance(scheduling, Mapping) and all(type(one) is int for pair in scheduling.items() for one in pair)
         if not whole or not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(
-                f"GradientAccumulationScheduler({scheduling!r}): give a dict of whole numbers: micro-batches in a step, from 1, "
-                "by the epoch, from 0, from which on; such as {0: 8, 4: 1}"
+                f"GradientAccumulationScheduler({scheduling!r}): give a dict from an epoch (0 or more) to the micro-batches "
+                "of a step from then on (1 or more), such as {0: 8, 4: 1}"
             )
         self.scheduling = {0: 1, **dict(sorted(scheduling.items()))}
         self.epochs = sorted(self.scheduling)

@@ -72,8 +72,8 @@ class LearningRateFinder(Callback):
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Refuses: within a fit there is no search."""
         raise ConfigError(
-            "lr_find was called within a run, where the module cannot be tried and given back; end the fit (max_epochs), call "
-            "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again, which goes on"
+            "lr_find was called within a run, which a search would disturb; end the fit (max_epochs), call "
+            "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ def _counted(name: str, value: Any) -> int:
     if isinstance(value, Tensor) or not isinstance(value, int):
         raise ConfigError(
             f"ThroughputMonitor({name}=...) returned a {type(value).__name__}; return an int, such as batch.shape[0] or "
-            "batch.numel(), which nobody has to wait for"
+            "batch.numel(), for which nothing waits"
         )
     return value
 

@@ -54,7 +54,7 @@ def show(checks: Sequence[Check]) -> None:
         table.add_row(*texts[: len(table.columns)])
     console.print(table)
     count = sum(one.status == "broken" for one in checks)
-    console.print(f"{count} broken; the cure stands beside it" if count else "nothing is broken")
+    console.print(f"{count} broken; what to do is in the table" if count else "nothing is broken")
 
 
 def check_python() -> Check:

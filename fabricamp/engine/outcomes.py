@@ -72,7 +72,7 @@ class Outcomes:
         elif policy == "raise":
             raise NonFiniteError(
                 f"{explanation}; weights are those from before it. Look for the operation with detect_anomaly=True, lower the "
-                "learning rate, or let such steps be left out with nan_policy='skip'"
+                "learning rate, or skip such steps with nan_policy='skip'"
             )
         else:
             raise NonFiniteError(

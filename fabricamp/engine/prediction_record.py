@@ -65,7 +65,7 @@ def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord:
         for loader, epoch in zip(loaders, record.epoch_indices, strict=True):
             if epoch is None:
                 say_once(
-                    f"{type(writers[0]).__name__} gets batch_indices=None: which samples a batch of this "
-                    f"{type(loader).__name__} has is not known; torch's DataLoader over a dataset with indices tells"
+                    f"{type(writers[0]).__name__} gets batch_indices=None: this {type(loader).__name__} does not tell "
+                    "which samples a batch has; torch's DataLoader over a dataset with indices does"
                 )
     return record

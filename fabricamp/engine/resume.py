@@ -292,7 +292,7 @@ def _tell_of_ranks(before: int, now: int) -> None:
 def _tell_of_reading(feed: Feed, batch_idx: int) -> None:
     if batch_idx and feed.read_past:
         _LOG.warning(
-            "fabricamp: %s is read from its beginning to come to batch %d, and goes on exactly if it draws nothing on the way; "
-            "torch's DataLoader with its default sampler begins anywhere, as does what has state_dict and load_state_dict",
+            "fabricamp: %s is read from its beginning up to batch %d, which is exact if it draws no random numbers on the way; "
+            "torch's DataLoader with its default sampler begins anywhere, and so do loaders with state_dict and load_state_dict",
             ", ".join(sorted(set(feed.read_past))), batch_idx,
         )  # fmt: skip

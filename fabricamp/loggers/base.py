@@ -54,7 +54,7 @@ class Logger(NamesKeywords):
         """Joins this logger to rank 0's run, by rank 0's ``identity``."""
 
     def give_back(self) -> None:
-        """Gives back what :meth:`identity` took, where nothing was logged: the run failed before it began."""
+        """Releases what :meth:`identity` took, if nothing was logged: the run failed before it began."""
 
     @property
     def trouble(self) -> Trouble:

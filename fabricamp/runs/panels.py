@@ -59,7 +59,8 @@ def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6
     panels = [one for one in panels if one.lines]
     if not panels:
         raise ConfigError(
-            f"no run logged a loss, a learning rate or their kin; name what to draw by --metric (logged: {', '.join(known)})"
+            "no run logged a loss, a learning rate or anything else that is drawn by default; choose by --metric (logged: "
+            f"{', '.join(known)})"
         )
     return panels
 

@@ -139,10 +139,6 @@ def _run(command: Sequence[str], plan: Plan) -> list[Record]:
         with (folder / "output").open() as output:
             last = "".join(deque(output, 15))
         if not records and ended.returncode == 0:
-            raise ConfigError(
-                f"{command[1]} ended without a Trainer.fit, which is what is tried; its last words:\n{last}"
-            )
-        raise ConfigError(
-            f"{command[1]} did not come to the end of what was tried ({folder.name}); its last words:\n{last}"
-        )
+            raise ConfigError(f"{command[1]} ended without a call of Trainer.fit; its last words:\n{last}")
+        raise ConfigError(f"{command[1]} ended too early ({folder.name}); its last words:\n{last}")
     return records

@@ -196,8 +196,8 @@ def check_cadence(interval: Any, epochs: Any) -> None:
         validation_times(interval)
         if epochs not in (None, 1):
             raise ConfigError(
-                f"val_check_interval={interval!r} says all of when to validate; leave check_val_every_n_epoch={epochs!r} out, or "
-                "write both as '100 steps, 2 epochs'"
+                f"val_check_interval={interval!r} is the whole schedule of validations; leave "
+                f"check_val_every_n_epoch={epochs!r} out, or write both as '100 steps, 2 epochs'"
             )
         return
     check_limit(interval, "val_check_interval")

@@ -139,7 +139,7 @@ def test_what_cannot_work_beside_it_is_refused(options, words):
 
 @pytest.mark.parametrize("scheduling", [{}, {0: 0}, {-1: 2}, {1: 2.0}, {"0": 2}, 4, None])
 def test_what_is_no_schedule_is_refused(scheduling):
-    with pytest.raises(ConfigError, match="give a dict of whole numbers"):
+    with pytest.raises(ConfigError, match="give a dict from an epoch"):
         GradientAccumulationScheduler(scheduling)
 
 

@@ -204,7 +204,7 @@ def test_without_matplotlib_the_extra_is_named(runs, capsys, monkeypatch):
         (["good", "--metric", "los"], "no run logged 'los'; did you mean 'loss'? (logged: loss)"),
         (["good", "--smooth", "1"], "smooth=1: choose 0"),
         (["good", "--out", "x.jpg"], "out='x.jpg': give a file that ends in .png"),
-        (["other"], "name what to draw by --metric (logged: accuracy)"),
+        (["other"], "choose by --metric (logged: accuracy)"),
     ],
 )
 def test_a_mistake_says_what_to_change(words, message, capsys):

@@ -92,11 +92,11 @@ def test_a_validation_that_was_cut_is_made_up_for(tmp_path):
     [
         ("6 stps", {}, r"val_check_interval='6 stps': '6 stps' cannot be read; did you mean 'steps'"),
         ("0 steps", {}, "val_check_interval='0 steps'"),
-        ("00:00:00:00", {}, "no time; to leave validation out give limit_val_batches=0"),
+        ("00:00:00:00", {}, "not allowed; to leave validation out give limit_val_batches=0"),
         (
             "2 steps",
             {"check_val_every_n_epoch": 2},
-            "says all of when to validate; leave check_val_every_n_epoch=2 out",
+            "is the whole schedule of validations; leave check_val_every_n_epoch=2 out",
         ),
     ],
 )

@@ -225,7 +225,7 @@ def test_within_a_fit_the_search_is_refused_with_another_way():
         def on_train_epoch_start(self, trainer, pl_module):
             self.lr_find(trainer, pl_module)
 
-    with pytest.raises(ConfigError, match="fit again, which goes on"):
+    with pytest.raises(ConfigError, match="which a search would disturb; end the fit .* and fit again"):
         quiet_trainer(callbacks=[Milestones()], max_steps=2).fit(Tried())
 
 
