@@ -295,7 +295,7 @@ class FitLoop:
         validate = cast("Callable[[], bool]", self.parts.validate)
         if self.update.window_state() is None:
             self.parts.module.on_validation_model_zero_grad()
-        self.state.batch = self.state.batches = None
+        self.state.batch = None
         cut_short = validate()
         if not cut_short:
             self.state.validated_at = self.state.batches_done

@@ -319,3 +319,15 @@ def test_the_sanity_check_is_an_evaluation():
     seen = []
     quiet_trainer(max_epochs=1, num_sanity_val_steps=1).fit(Asks(), loader(4), loader(4))
     assert seen == [(True, False, True), (False, True, True)]
+
+
+def test_a_validation_within_the_epoch_leaves_the_number_of_the_batch():
+    class Numbers(Classifier):
+        def training_step(self, batch, batch_idx):
+            loop = self.trainer.fit_loop
+            seen.append((batch_idx, loop.batch_idx, loop.total_batch_idx, loop.epoch_loop.batch_progress.current.ready))
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    quiet_trainer(max_epochs=2, val_check_interval=2).fit(Numbers(), loader(16), loader(4))
+    assert seen == [(index, index, 4 * epoch + index, index + 1) for epoch in range(2) for index in range(4)]
