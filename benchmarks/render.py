@@ -41,8 +41,8 @@ def overhead(result):
     ]
     head = ["one process on CPU, one thread", "mean us per step", "over", "median", "over"]
     about = (
-        "The Trainer beside a hand-written loop: MLP 32-32-2, batch 4, AdamW; the rounds' median difference. A step of the\n"
-        f"smallest loop (Linear(32, 2), SGD) took {result['smallest_loop_us']:.0f} us on this machine."
+        "The Trainer beside a hand-written loop: MLP 32-32-2, batch 4, AdamW; median difference over the rounds. A step of\n"
+        f"the smallest loop (Linear(32, 2), SGD) took {result['smallest_loop_us']:.0f} us on this machine."
     )
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
@@ -94,8 +94,8 @@ def cross_entropy(result):
     head = ["rows x classes", "by", "forward ms", "backward ms", "both ms", "wall ms", "share of copy", "peak", "speed"]
     about = (
         f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. Forward, backward and both are GPU\n"
-        "ms; the share is of three passes over the logits; the peak counts the logits and all that is made of them, in multiples\n"
-        "of the logits; the speed is torch's GPU time for both over this row's."
+        "ms. The share is that of three passes over the logits. The peak counts the logits and everything made of them, in\n"
+        "multiples of the logits. The speed is torch's GPU time for both over this row's."
     )
     return "\n\n".join([f"## Cross-entropy on {result['device']}", about, table(head, rows)])
 
@@ -106,8 +106,8 @@ NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "cross_entropy": "Cro
 def norms(result):
     about = (
         f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. GPU ms, and the share of that speed\n"
-        "for the bytes that have to move; the gain is torch's time for both over the kernel's; torch.compile was measured for\n"
-        "models' shapes. The last column is what the package's table chooses there."
+        "for the bytes that have to move. The gain is torch's time for both over the kernel's. torch.compile was measured for\n"
+        "models' shapes. The last column is the choice of the package's table."
     )
     measured = [by_way(result["rows"], place) for place, row in enumerate(result["rows"]) if row["way"] == "forward"]
     parts = [f"## Norms and cross-entropy on {result['device']}", about, extremes_of_norms(measured)]
@@ -160,11 +160,10 @@ def extremes_of_norms(measured):
 
 def end_to_end(result):
     about = (
-        f"GPT-2-small with a head of its own ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one\n"
+        f"GPT-2-small with an untied head ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one\n"
         "GPU; medians of interleaved runs. fabricamp: through the Trainer with FusedAdam and everything on (bar, TensorBoard,\n"
-        "checkpoints, one `self.log`). All share one network, whose loss is torch's log-softmax in fp32 by hand, and\n"
-        "`fused_cross_entropy` through the Trainer. The last column is the speed over torch's\n"
-        "autocast fp16."
+        "checkpoints, one `self.log`). All share one network. Its loss is torch's log-softmax in fp32 in the hand-written\n"
+        "loops, and `fused_cross_entropy` through the Trainer. The last column is the speed over torch's autocast fp16."
     )
     parts = []
     if result["rows"]:
@@ -190,10 +189,10 @@ def loop(result):
         cells = [f"{times[way]:.3f}" if way in times else "" for way in ways]
         rows.append([row["network"], row["precision"], str(row["rounds"]), *cells, *shares])
     about = (
-        "Wall ms a step, the device's work included: median of interleaved rounds. AdamW, clip at norm 1, batches in pinned\n"
-        "memory; at O1 torch's ways have autocast and GradScaler, within the bare graph too, and O2 stands beside these.\n"
-        "Lightning and fabricamp have everything on. The last columns: fabricamp over the loop by hand, and its graph over\n"
-        "the bare graph."
+        "Wall ms per step, the device's work included: median of interleaved rounds. AdamW, clip at norm 1, batches in pinned\n"
+        "memory. At O1 torch's columns have autocast and GradScaler, in the bare graph too; O2 is compared with the same.\n"
+        "Lightning and fabricamp have everything on. The last columns: fabricamp over the hand-written loop, and its graph\n"
+        "over the bare graph."
     )
     head = ["network and batch", "precision", "rounds", *ways, "eager", "graph"]
     shown = f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
@@ -204,8 +203,8 @@ def loop(result):
 def several_steps(rows):
     ways = ("bare graph, resident", "fabricamp, steps=8")
     about = (
-        "With the data on the GPU: by hand a gather for each batch and the bare graph of one step, beside a ResidentLoader and\n"
-        "eight steps a launch."
+        "With the data on the GPU: by hand, a gather for each batch and the bare graph of one step; fabricamp, a ResidentLoader\n"
+        "and eight steps per launch."
     )
     cells = []
     for row in rows:
@@ -226,9 +225,9 @@ def loop_ranks(result):
         faster = f"{times[ways[0]] / times['fabricamp, delayed_ddp, graph']:.1f}x"
         rows.append([str(row["batch"]), row["precision"], str(row["rounds"]), *cells, *shares, faster])
     about = (
-        "ResNet-50 (channels_last) with SyncBatchNorm, wall ms a step, exchange and AdamW's update included; medians of\n"
-        "interleaved rounds. By hand: SyncBatchNorm of fabricamp and one all_reduce of all gradients, captured as a bare\n"
-        "graph. The last columns: the graph of each strategy over it, and torch over the graph of delayed_ddp."
+        "ResNet-50 (channels_last) with SyncBatchNorm, wall ms per step, exchange and AdamW's update included; medians of\n"
+        "interleaved rounds. By hand: fabricamp's SyncBatchNorm and one all_reduce of all gradients, captured as a bare\n"
+        "graph. The last columns: each strategy's graph over the one by hand, and torch over the graph of delayed_ddp."
     )
     head = ["batch per rank", "precision", "rounds", *ways, "delayed_ddp, graph", "ddp, graph", "torch"]
     return f"## A step of two ranks as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
@@ -262,9 +261,9 @@ def fsdp(result):
     ]
     about = (
         "GPTs with sharded weights: 1.4 billion parameters on 4 x 1024 tokens a rank with reshard_after_forward=False, 6.9\n"
-        "billion on 1 x 2048 with True; fp32 parts, computed in bf16, gradients averaged in fp32, clipped at norm 1, AdamW. Ours\n"
-        "is the Trainer at O5 with FusedAdam, everything on; by hand it is torch's fully_shard, its AdamW (fused or foreach) and\n"
-        "clip_grad_norm_; plain is fused over plain tensors in the memory of a rank's parts, each rank with a norm of its own.\n"
+        "billion on 1 x 2048 with True; fp32 shards, computed in bf16, gradients averaged in fp32, clipped at norm 1, AdamW. Ours\n"
+        "is the Trainer at O5 with FusedAdam, everything on. By hand is torch's fully_shard, its AdamW (fused or foreach) and\n"
+        "clip_grad_norm_. Plain is the fused AdamW over plain tensors in the memory of a rank's shards, with a norm per rank.\n"
         "Llama 8B is a network of Llama 3 8B's shape on 1 x 2048 tokens, five steps. One run each; MFU is of 989.4 TFLOP/s."
     )
     parts = [f"## Sharded weights on {result['device']}", about]
@@ -283,9 +282,7 @@ def checkpoints(row):
         "begin_s": "a run from its set-up to its first batch",
         "begin_from_checkpoint_s": "one that goes on from a checkpoint",
     }
-    about = (
-        f"Seconds of a checkpoint of {row['network']}, {row['checkpoint_gb']:.1f} GB in a folder on the machine's disk:"
-    )
+    about = f"Seconds for a checkpoint of {row['network']}, {row['checkpoint_gb']:.1f} GB in a folder on the machine's disk:"
     return f"{about}\n\n{table(['what', 's'], [[words, f'{row[name]:.2f}'] for name, words in names.items()])}"
 
 
@@ -299,8 +296,8 @@ def steps(rows):
 def learning(result):
     about = (
         f"Losses (nats per byte) of a small GPT over {result['steps']} steps, with equal batches and, but for the second row,\n"
-        "equal weights at the start: the mean of the last 100 steps, how far it is from torch's fp32 loop, and the largest gap\n"
-        "of means over 100 steps on the way. The second row says what noise is."
+        "equal weights at the start: the mean of the last 100 steps, its distance from torch's fp32 loop, and the largest gap\n"
+        "between means over 100 steps on the way. The second row shows the noise."
     )
     rows = [
         [row["run"], f"{row['final']:.4f}", f"{row['over_fp32']:+.4f}", f"{row['largest_gap']:.4f}"]
@@ -311,9 +308,10 @@ def learning(result):
 
 def syncbn(result):
     about = (
-        "One layer, forward and backward, fp16, wall ms; GPU ms is of iterations queued behind a sleeping kernel, host us what a\n"
-        "rank takes to issue one (torch's waits for the GPU). Then a whole ResNet-50 step (fp16 autocast, channels_last, torch's\n"
-        "DistributedDataParallel; under a CUDA graph one all_reduce in its place), and the exchange of (2, 512) by itself."
+        "One layer, forward and backward, fp16, wall ms. GPU ms: iterations that were queued behind a sleeping kernel. Host us:\n"
+        "the time a rank takes to issue one (torch's waits for the GPU). Then a whole ResNet-50 step (fp16 autocast,\n"
+        "channels_last, torch's DistributedDataParallel, or one all_reduce under a CUDA graph), and the exchange of (2, 512)\n"
+        "alone."
     )
     worst = [[name, f"{value:.2f}"] for name, value in result["ratios"].items()]
     steps = {(row["batch"], row["run"]): row["wall_ms"] for row in result["networks"]}
@@ -365,8 +363,8 @@ def over_local(steps, batch, run):
 def ddp(result):
     about = (
         "Forward and backward under fp16 autocast, the exchange of gradients, and torch's fused SGD; medians of rounds that run\n"
-        "every way in turn. GPU ms: a step whose launches are queued before it begins; wall ms: steps as a loop runs them, where\n"
-        "the host is slower than the GPU. Ratios are of GPU time: delayed over no exchange plus the flat all_reduce alone,\n"
+        "every row in turn. GPU ms: a step whose launches were queued before it began. Wall ms: steps as a loop runs them, with\n"
+        "the host slower than the GPU. Ratios are of GPU time: delayed over no exchange plus the flat all_reduce alone,\n"
         "overlapped over torch's with gradient_as_bucket_view."
     )
     columns = result["columns"]
