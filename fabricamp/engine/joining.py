@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
+from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import Kept, kept_by
 
 if TYPE_CHECKING:
@@ -30,11 +31,24 @@ def kept_of(session: Session) -> list[tuple[str, Kept]]:
 def log_hyperparams(session: Session) -> None:
     """Tells the loggers, and raises for what no checkpoint could hold."""
     logged: dict[str, Any] = {}
+    shows = session.settings.enable_autolog_hparams and bool(session.trainer.loggers)
     for owner, kept in kept_of(session):
         written = plain(kept.values, private=kept.private)
         # Before training, not at the first checkpoint.
         check_content(written, f"hyper-parameters of {owner}")
         if kept.logged:
+            if shows:
+                _check_shared(owner, logged, written)
             logged |= written
-    if logged and session.settings.enable_autolog_hparams:
+    if logged and shows:
         session.delivery.log_hyperparams(logged)
+
+
+def _check_shared(owner: str, logged: dict[str, Any], more: dict[str, Any]) -> None:
+    """A logger shows one value under a name: a run would go by one that it did not have."""
+    other = [name for name in logged if name in more and str(logged[name]) != str(more[name])]
+    if other:
+        raise ConfigError(
+            f"{owner} and the DataModule keep other values under the same names: {', '.join(other)}. A logger shows one of them; "
+            f"rename one, leave it out by save_hyperparameters(ignore={other!r}), or give save_hyperparameters(logger=False) in one"
+        )

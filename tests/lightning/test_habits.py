@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import fabricamp
+from fabricamp import ConfigError
 from fabricamp.callbacks import ModelCheckpoint
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -331,3 +332,26 @@ def test_a_validation_within_the_epoch_leaves_the_number_of_the_batch():
     seen = []
     quiet_trainer(max_epochs=2, val_check_interval=2).fit(Numbers(), loader(16), loader(4))
     assert seen == [(index, index, 4 * epoch + index, index + 1) for epoch in range(2) for index in range(4)]
+
+
+@pytest.mark.parametrize("of_data", [2, 3])
+def test_one_name_with_two_values_is_told_before_a_logger_shows_one(of_data, tmp_path):
+    class Keeps(Classifier):
+        def __init__(self, batch_size=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class KeepsToo(fabricamp.LightningDataModule):
+        def __init__(self, batch_size):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return loader(4)
+
+    trainer = quiet_trainer(max_steps=1, logger=fabricamp.loggers.CSVLogger(tmp_path))
+    if of_data == 3:
+        trainer.fit(Keeps(), datamodule=KeepsToo(of_data))
+        return
+    with pytest.raises(ConfigError, match=r"Keeps and .*same names: batch_size\. .*ignore=\['batch_size'\]"):
+        trainer.fit(Keeps(), datamodule=KeepsToo(of_data))
