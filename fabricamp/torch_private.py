@@ -231,10 +231,13 @@ def whole_gradient(record: Any) -> torch.Tensor | None:
 
 
 def keep_whole_gradient(record: Any, gradient: torch.Tensor | None) -> None:
-    """Makes ``gradient`` what backward has left whole; None: nothing."""
-    record.unsharded_accumulated_grad = gradient
-    if (unsharded := getattr(record, "_unsharded_param", None)) is not None:
-        unsharded.grad = None
+    """Makes ``gradient`` what backward has left whole; None: nothing.  The parameter was gathered before."""
+    unsharded = getattr(record, "_unsharded_param", None)
+    on_parameter = isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property)  # from torch 2.15 on
+    if not on_parameter:
+        record.unsharded_accumulated_grad = gradient
+    if unsharded is not None:
+        unsharded.grad = gradient if on_parameter else None
 
 
 def with_part(shard: Any, part: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,9 @@ class WholeGradients:
 
     def take(self, stacked: Mapping[str, Any]) -> None:
         """Goes on with what :meth:`stacked` gave."""
+        for one in self._units:
+            one.unshard()  # makes the parameters that forward gathers: from torch 2.15 on these have the gradients
+            one.reshard()
         for name, record in self._named():
             keep_whole_gradient(record, stacked[name].to_local()[0] if name in stacked else None)
 
