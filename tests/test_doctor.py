@@ -150,6 +150,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(bridge, "_cupy_obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)  # a build for CUDA would look for them
     monkeypatch.setitem(bridge.COMPILERS, "cuda", compile_it)
     bridge.kernel.cache_clear()
     yield texts

@@ -34,12 +34,13 @@ def code_of(module: Any) -> dict[str, Any]:
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Returns the version of every installed package, as the folders of their metadata are named."""
+    """Returns the version of every installed package, as the folders of their metadata are named; torch's with its build."""
     found = {}
     for place in map(Path, reversed(sys.path)):  # what stands first is imported
         if place.is_dir():
             entries = (one.name.removesuffix(".dist-info").partition("-") for one in place.glob("*.dist-info"))
             found.update({name: version for name, dash, version in entries if dash})
+    found["torch"] = torch.__version__
     return dict(sorted(found.items(), key=lambda one: one[0].lower()))
 
 
