@@ -280,7 +280,9 @@ class _Source:
     def _start_again(self, told: dict[str, Any]) -> Any:
         """Behind the end, which was not known where the place before it was ``told``: streams would begin anew there."""
         self.close()
-        state = place_of(self.loader, {}, 0) if goes_on_behind_a_pass(self.loader) else {}
+        # Loaders of one's own may not know in their state that they have ended.
+        knows = isinstance(self.loader, DataLoader) and goes_on_behind_a_pass(self.loader)
+        state = place_of(self.loader, {}, 0) if knows else {}
         if not self._cycles:
             if not self.ended:
                 self.rounds = 1

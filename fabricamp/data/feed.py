@@ -82,19 +82,19 @@ class Feed:
         self._resume: dict[str, Any] | None = None  # until the pass has begun that it is for
         self._source: Any = None
         self._entered: list[dict[str, Any]] = []
-        self._behind = 0
+        self._behind = self._given = 0
         self._begun: dict[str, Any] = {}
         # What was read ahead, with where the pass stood before each, and why no more can be.
         self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
         self._failure: Exception | None = None
         self._again = begun
-        self._given = 0
         self._whole: float = math.inf  # how many batches lie behind the last one, once that is out
         self._loaded: dict[str, Any] | None = None
         self._over = self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
         self._out: dict[str, Any] = {}  # where the pass stood before the batch that is out, where it is known
         # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
         self._notes_end = any(map(goes_on_behind_a_pass, self._members))
+        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # where others end
         self._ended = self._ended_before = None  # type: dict[str, Any] | None
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
@@ -301,9 +301,7 @@ class Feed:
             if not resume.get("places"):
                 return without_first(self._loader.batches(), resume.get("batches", 0))
             return self._loader.behind(self._entered)
-        if not resume:
-            return begin(self._loader, again=again)
-        unread = enter(self._loader, self._entered[0])
+        unread = enter(self._loader, self._entered[0]) if resume else 0
         return without_first(begin(self._loader, again=again), unread)
 
     def _places(self, given: int) -> list[dict[str, Any]]:
@@ -361,6 +359,8 @@ class Feed:
             batch = next(batches, _END)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             self._failure, batch = error, _END
+        if batch is _END and self._to_the_end and self._leaves and self._failure is None:
+            self._ended, self._to_the_end = mark, False
         self._queue.append((batch, mark))
 
     def _taken(self, total: float, *, exactly: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
@@ -381,7 +381,7 @@ class Feed:
         self._ended = self._mark(given)
         if (batch := next(self._source, _END)) is not _END:
             yield batch
-        else:
+        elif not self._leaves:
             self._ended, self._to_the_end = None, True
 
     def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:

@@ -377,6 +377,25 @@ class Shuffles(IterableDataset):
         self.left = list(state["left"])
 
 
+class Forgets:
+    """Batches in order; a pass that was left is begun anew, but for one that is gone on with in another process."""
+
+    def __init__(self, size):
+        self.size, self.done, self.starts = size, 0, 0
+
+    def __iter__(self):
+        first, self.starts = self.starts, 0
+        for number in range(first + 1, self.size + 1):
+            self.done = number
+            yield number
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.starts = state["done"]
+
+
 def shuffled(size):
     return DataLoader(Numbers(size), 2, shuffle=True)
 
@@ -396,6 +415,7 @@ SEVERAL = {
     "a longer stream": lambda mode: CombinedLoader([stream(8), shuffled(4)], mode),
     "a shorter stream": lambda mode: CombinedLoader([shuffled(8), stream(4)], mode),
     "streams": lambda mode: CombinedLoader([stream(8), stream(6), drawing(4)], mode),
+    "one that begins anew": lambda mode: CombinedLoader([stream(8), Forgets(2)], mode),
     "a stream alone": lambda mode: stream(8),
 }
 MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
@@ -404,7 +424,8 @@ MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
 @pytest.mark.parametrize(
     ("kind", "mode", "limit"),
     [
-        *((kind, mode, limit) for kind in list(SEVERAL)[:-1] for mode in MODES for limit in (math.inf, 3)),
+        *((kind, mode, limit) for kind in list(SEVERAL)[:-2] for mode in MODES for limit in (math.inf, 3)),
+        *(("one that begins anew", mode, math.inf) for mode in MODES[:3]),
         *((kind, "max_size", 10) for kind in list(SEVERAL)[2:]),  # that none of them comes to
     ],
 )
