@@ -338,9 +338,8 @@ class Session:
         kind = KINDS[self.fn]
         loop, feeds = self.evaluation_loop(kind)
         if not feeds:
-            raise ConfigError(
-                f"there is nothing to {self.fn.value}: pass dataloaders or a datamodule, or write {LOADERS[kind]}_dataloader"
-            )
+            cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
+            raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
         self.notices.weights()
         outputs = loop.run(feeds, keep=keep)
         if self.trainer.state.interrupted:

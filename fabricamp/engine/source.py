@@ -100,10 +100,7 @@ class DataSource:
         if self._train_loader is None:
             loader = self._ask("train")
             if loader is None:
-                raise ConfigError(
-                    "there is nothing to train on: pass train_dataloaders or a datamodule, or write "
-                    f"{type(self._module).__name__}.train_dataloader"
-                )
+                raise ConfigError(f"there is nothing to train on: {self.what_to_write('train', 'train_dataloaders')}")
             loader = self._wire(combine(loader), train=True)
             length = loader_length(loader, "train_dataloaders")
             length = limit_batches(length, self._settings.limit_train_batches, "limit_train_batches")
@@ -328,6 +325,17 @@ class DataSource:
         if not overrides(self._module, f"{name}_dataloader", ModuleHooks):
             return None  # Lightning's base raises
         return own_loader(getattr(self._module, f"{name}_dataloader")())
+
+    def what_to_write(self, name: str, argument: str) -> str:
+        """Returns the cure for loaders of ``name`` that are not there; ``argument`` is the entry point's."""
+        hook = f"{name}_dataloader"
+        datamodule = self._source.datamodule
+        for owner, base in ((datamodule, DataModule), (self._module, ModuleHooks)):
+            if owner is not None and overrides(owner, hook, base):
+                return f"{type(owner).__name__}.{hook}() returned no loader; return one"
+        if datamodule is not None:
+            return f"write {type(datamodule).__name__}.{hook}, or pass {argument} in place of the datamodule"
+        return f"pass {argument} or a datamodule, or write {type(self._module).__name__}.{hook}"
 
     def _wire(self, loader: Any, *, train: bool, in_batches: bool = False) -> Any:
         strategy = self._strategy

@@ -181,6 +181,7 @@ def test_counting_ends_with_a_batch_that_fails_or_is_left_out():
 
 REFUSED = {
     "a tensor": (lambda: ThroughputMonitor(batch_size_fn=lambda batch: batch[0].sum()), "returned a Tensor"),
+    "no function": (lambda: ThroughputMonitor(batch_size_fn="len"), "batch_size_fn='len'.: give a function of a batch"),
     "items": (lambda: ThroughputMonitor(length_fn=lambda batch: 1.5), r"length_fn=...\) returned a float"),
     "window": (lambda: ThroughputMonitor(window_size=0), "window_size=0"),
 }

@@ -150,6 +150,24 @@ def test_loaders_and_a_datamodule():
         quiet_trainer(max_epochs=1).fit(Classifier(), loader(), datamodule=DataModule())
 
 
+class Empty(DataModule):
+    """Has what no run needs, or a hook that gives nothing."""
+
+    def test_dataloader(self):
+        return None
+
+
+def test_a_datamodule_without_the_loader_and_one_that_returns_none():
+    with pytest.raises(
+        ConfigError, match="write Empty.train_dataloader, or pass train_dataloaders in place of the data"
+    ):
+        quiet_trainer(max_epochs=1).fit(Classifier(), datamodule=Empty())
+    with pytest.raises(ConfigError, match=r"Empty.test_dataloader\(\) returned no loader; return one"):
+        quiet_trainer().test(Classifier(), datamodule=Empty())
+    with pytest.raises(ConfigError, match="pass dataloaders or a datamodule, or write Classifier.predict_dataloader"):
+        quiet_trainer().predict(Classifier())
+
+
 def test_a_loader_and_a_class_as_a_datamodule():
     with pytest.raises(ConfigError, match="fit got DataLoader as datamodule; .* a loader as train_dataloaders"):
         quiet_trainer(max_epochs=1).fit(Classifier(), datamodule=loader())

@@ -76,7 +76,7 @@ def test_the_trainer_answers(tmp_path):
         if step != "train"
     }
     assert changed == {
-        "sanity": {"sanity_checking": True, "training": False},
+        "sanity": {"evaluating": True, "sanity_checking": True, "training": False},
         "validate": {
             "evaluating": True,
             "validating": True,
