@@ -19,7 +19,7 @@ RUNS = {
     "fit": "train, from the start or on from ckpt_path",
     "validate": "run the validation loop once",
     "test": "run the test loop once",
-    "predict": "run predict_step over the data and save what it returns as predictions.pt beside the logs",
+    "predict": "run predict_step over the data and save its outputs as predictions.pt beside the logs",
 }
 COMMANDS = (*RUNS, "bench", "plot", "runs", "verify", "export", "doctor")
 
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary in (*RUNS.items(), ("bench", _BENCH)):
         command = _add_command(commands, name, summary, epilog=_examples_of(name), add_help=False)
         command.add_argument("config", type=Path, help="the YAML file")
-        about = "show this, the Trainer's arguments and, behind a YAML file, those of all classes that it names"
+        about = "show this, the Trainer's arguments and, after a YAML file, those of all its classes"
         command.add_argument("-h", "--help", action=_RunHelp, help=about)
         command.add_argument(
             "overrides",
@@ -150,7 +150,7 @@ def _add_command(
 
 
 def _add_doctor(commands: Any) -> None:
-    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say what to do about what is broken"
+    about = "check Python, torch, CUDA, NCCL, CuPy, GPUs, links and kernels, and say how to mend what is broken"
     _add_command(commands, "doctor", about).add_argument(
         "--measure",
         action="store_true",
@@ -221,9 +221,7 @@ def _list_runs(options: argparse.Namespace) -> int:
 
 
 def _add_verify(commands: Any) -> None:
-    about = (
-        "run a script twice, straight, and killed and resumed, and say whether the bits are equal or where they part"
-    )
+    about = "run a script straight, then killed and resumed, and say whether the bits are equal or where they differ"
     verify = _add_command(commands, "verify", about)
     verify.add_argument("--batches", type=int, default=20, help="of its first fit, which ends there; 20 by default")
     verify.add_argument("script", type=Path, help="the Python script that calls Trainer.fit")

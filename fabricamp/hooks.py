@@ -4,7 +4,7 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
 
     configure_callbacks (m)
     prepare_data (m)
-    setup (c, m)                                    behind that of the data
+    setup (c, m)                                    after that of the data
     configure_model (m)
     on_load_checkpoint (c, m)                       where the run goes on from a checkpoint
     configure_optimizers (m)

@@ -94,11 +94,11 @@ class Callback(NamesKeywords):
         """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
     def holds_at(self, global_step: int) -> float:
-        """The next step, from ``global_step`` on, behind which the batch hooks have to run before another step does.
+        """The next step, from ``global_step`` on, after which the batch hooks must run before another one does.
 
-        Under ``CudaGraph(steps=...)`` no launch goes beyond it.  The batch hooks of a launch's steps run behind it, in their order:
-        they find weights, gradients and states of the module as the last of these steps left them.  A class whose hooks look at
-        none of these answers ``math.inf``; one that has batch hooks and does not override this is refused there.
+        Under ``CudaGraph(steps=...)`` no launch goes beyond it.  The batch hooks of a launch's steps run after it, in their
+        order: they see weights, gradients and states of the module as the last of these steps left them.  A class whose hooks
+        look at none of these answers ``math.inf``; one that has batch hooks and does not override this is refused there.
         """
         return global_step + 1
 

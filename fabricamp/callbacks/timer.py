@@ -25,7 +25,7 @@ class Timer(Callback):
 
     Args:
         duration: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``; None only notes the time.
-        interval: "step" ends behind the step, "epoch" behind the epoch.
+        interval: "step" ends after the step, "epoch" after the epoch.
         verbose: changes nothing: the line at the end of the fit says why it ended.
 
     Raises:

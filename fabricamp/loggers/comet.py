@@ -39,8 +39,8 @@ class CometLogger(Logger):
 
     A server that cannot be reached costs the values, with a warning, but not the run.  ``online=False`` needs no server: it
     leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
-    ``experiment_key`` is given; values behind the checkpoint appear twice.  The experiment stays open after ``fit``, and ends
-    with the process.  Needs ``pip install "fabricamp[comet]"``.
+    ``experiment_key`` is given; values after the checkpoint appear twice.  The experiment stays open after ``fit``, and ends with
+    the process.  Needs ``pip install "fabricamp[comet]"``.
 
     Args:
         api_key: the key; None is what the package finds in the environment or its configuration.

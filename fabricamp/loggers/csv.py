@@ -18,8 +18,8 @@ class CSVLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
     Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  They are
-    appended to a file that exists (an explicit ``version``).  A resumed run removes the rows behind its checkpoint.  A metric
-    that is new later gets a new last column.  Rows that the disk refuses wait in memory.
+    appended to a file that exists (an explicit ``version``).  A resumed run removes the rows after its checkpoint.  A metric that
+    is new later gets a new last column.  Rows that the disk refuses wait in memory.
 
     Args:
         save_dir: the folder of all runs.

@@ -17,7 +17,7 @@ class JSONLinesLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.jsonl``: an object per call, with ``step`` and ``time`` (seconds since 1970).
 
     JSON has no nan and inf: they are the strings "nan" and "inf", which ``float`` reads.  Lines are written every
-    ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  A resumed run removes the lines behind
+    ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  A resumed run removes the lines after
     its checkpoint.  Lines that the disk refuses wait in memory.
 
     Args:

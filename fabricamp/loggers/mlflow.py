@@ -46,7 +46,7 @@ class MLFlowLogger(Logger):
     """Logs to MLflow: a tracking server, or files below ``save_dir`` that ``mlflow ui`` shows.
 
     A thread of its own sends the values, so no step waits for a server.  A server that cannot be reached costs the values, with a
-    warning, but not the run.  A resumed run continues the same run of MLflow, where steps behind the checkpoint have two points.
+    warning, but not the run.  A resumed run continues the same run of MLflow, where steps after the checkpoint have two points.
     Newer versions of MLflow refuse files unless the variable ``MLFLOW_ALLOW_FILE_STORE`` is "true": if it is not set, this logger
     sets it for its process.
 

@@ -39,8 +39,8 @@ class TensorBoardLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
     Events are written every ``flush_secs`` (30) seconds or after ``max_queue`` (10) of them, before a checkpoint gets its name,
-    and at the end.  A resumed run in the same folder hides the events behind its checkpoint.  Events that the disk refuses wait
-    in memory.
+    and at the end.  A resumed run in the same folder hides the events after its checkpoint.  Events that the disk refuses wait in
+    memory.
 
     Args:
         save_dir: the folder of all runs.

@@ -45,7 +45,7 @@ class WandbLogger(Logger):
 
     In a fit a thread of its own passes the values to the package, so no step waits for it.  Training continues if the server
     cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A resumed fit continues its run, unless ``id``
-    is given; values behind the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.  Needs
+    is given; values after the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.  Needs
     ``pip install "fabricamp[wandb]"``.
 
     Args:

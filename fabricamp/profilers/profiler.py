@@ -27,7 +27,7 @@ class Profiler(NamesKeywords):
 
     Args:
         dirpath: the folder of its files; None is that of the run's logs.
-        filename: the report goes to this file, with ".txt" behind it and the entry point's name before it; None prints it.
+        filename: writes the report to this file, with the entry point's name before it and ".txt" after it; None prints it.
 
     Example:
         >>> class Count(Profiler):

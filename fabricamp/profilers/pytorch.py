@@ -31,7 +31,7 @@ class PyTorchProfiler(Profiler):
 
     Args:
         dirpath: the folder of its files; None is that of the run's logs.
-        filename: the table goes to this file, with ".txt" behind it and the entry point's name before it; None prints it.
+        filename: writes the table to this file, with the entry point's name before it and ".txt" after it; None prints it.
         group_by_input_shapes: a row for each shape of an operation's inputs; needs ``record_shapes=True``.
         emit_nvtx: marks operations for NVIDIA's tools in place of recording them.
         export_to_chrome: writes the trace, one file a window: ``fit-trace.0.pt.trace.json``.

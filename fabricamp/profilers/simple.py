@@ -21,7 +21,7 @@ class SimpleProfiler(Profiler):
 
     Args:
         dirpath: the folder of the report; None is that of the run's logs.
-        filename: the report goes to this file, with ".txt" behind it and the entry point's name before it; None prints it.
+        filename: writes the report to this file, with the entry point's name before it and ".txt" after it; None prints it.
         extended: shows the number of calls and the share of the whole time too.
 
     Raises:
