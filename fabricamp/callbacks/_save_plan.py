@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places
+from fabricamp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +128,17 @@ class Planner:
     def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         kept = self.foreign | {self.protected}
         return tuple(path for path in paths if places.is_within(path, self.folder) and path not in kept)
+
+
+def check_choices(mode: str, save_last: object, save_top_k: int, monitor: str | None) -> None:
+    """Raises :class:`ConfigError` for what a ModelCheckpoint cannot keep files by."""
+    if mode not in ("min", "max"):
+        raise ConfigError(f"ModelCheckpoint(mode={mode!r}): choose 'min' (lower is better) or 'max'")
+    if save_last not in (None, True, False, "link"):
+        raise ConfigError(f"ModelCheckpoint(save_last={save_last!r}): choose True, False or 'link'")
+    if save_top_k < -1:
+        raise ConfigError(f"ModelCheckpoint(save_top_k={save_top_k}): give a number, 0 for none, -1 for all")
+    if monitor is None and save_top_k > 1:
+        raise ConfigError(
+            f"ModelCheckpoint(save_top_k={save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
+        )

@@ -61,6 +61,7 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; what is saved from now on is waited for."""
+        super().on_train_end(trainer, pl_module)
         self._settle(trainer)
         self._writer, beside, self._beside = None, self._beside, None
         if beside is not None:

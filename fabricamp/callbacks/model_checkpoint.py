@@ -16,7 +16,7 @@ from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
 from fabricamp.callbacks._rotation import Kept
-from fabricamp.callbacks._save_plan import Plan, Planner
+from fabricamp.callbacks._save_plan import Plan, Planner, check_choices
 from fabricamp.callbacks.base import Callback, ends_everywhere
 from fabricamp.checkpoint import places
 from fabricamp.errors import ConfigError
@@ -284,6 +284,11 @@ class ModelCheckpoint(Callback):
             self._unjudged = False
             self._judge_monitor(trainer, ranked=True)
 
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Saves for ``save_last`` where training ended before anything was due."""
+        if self.save_last and not self._kept.last:
+            self._save(trainer, ranked=False)
+
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
         if not (ends_everywhere(trainer, exception) or (self.save_on_exception and trainer.state.fitting)):
@@ -387,14 +392,5 @@ class ModelCheckpoint(Callback):
     def _check_arguments(self) -> None:
         """Raises :class:`ConfigError` for what cannot work, whatever the run."""
         self._template(self.filename)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"ModelCheckpoint(mode={self.mode!r}): choose 'min' (lower is better) or 'max'")
-        if self.save_last not in (None, True, False, "link"):
-            raise ConfigError(f"ModelCheckpoint(save_last={self.save_last!r}): choose True, False or 'link'")
-        if self.save_top_k < -1:
-            raise ConfigError(f"ModelCheckpoint(save_top_k={self.save_top_k}): give a number, 0 for none, -1 for all")
-        if self.monitor is None and self.save_top_k > 1:
-            raise ConfigError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
-            )
+        check_choices(self.mode, self.save_last, self.save_top_k, self.monitor)
         check_cadence(self.every, self.every_n_train_steps, self.every_n_epochs, self.train_time_interval)

@@ -355,3 +355,17 @@ def test_one_name_with_two_values_is_told_before_a_logger_shows_one(of_data, tmp
         return
     with pytest.raises(ConfigError, match=r"Keeps and .*same names: batch_size\. .*ignore=\['batch_size'\]"):
         trainer.fit(Keeps(), datamodule=KeepsToo(of_data))
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, fabricamp.callbacks.AsyncCheckpoint])
+@pytest.mark.parametrize("save_last", [False, True, "link"])
+def test_a_run_that_ends_before_a_checkpoint_is_due_leaves_the_last_one(kind, save_last, tmp_path):
+    checkpoint = kind(tmp_path, save_last=save_last, every_n_train_steps=100)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(Classifier(), loader(12))
+    assert (tmp_path / "last.ckpt").exists() is bool(save_last)
+    if save_last:
+        assert checkpoint.last_model_path == str(tmp_path / "last.ckpt")
+        assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    else:
+        assert list(tmp_path.iterdir()) == []
