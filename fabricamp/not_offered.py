@@ -33,7 +33,7 @@ NOT_OFFERED: Final = {
     "cli.LightningArgumentParser": "write a YAML file for the command 'fabricamp fit' (docs/configuration.md)",
     "cli.SaveConfigCallback": "'fabricamp fit' writes config.yaml beside the logs by itself",
     "demos": "write the module into your test: a linear layer is ten lines",
-    "fabric": _NO_FABRIC,
+    "fabric": f"{_NO_FABRIC}; rank_zero_only and the like are in fabricamp.utilities, seed_everything is in fabricamp",
     "loggers.LitLogger": _LOG_SERVER,
     "loggers.NeptuneLogger": _LOG_SERVER,
     "core.hooks": "the hooks are methods of LightningModule, LightningDataModule and Callback",

@@ -125,6 +125,7 @@ def test_a_subclass_of_a_bar_chooses_what_stands_beside_it(bar, capsys, caplog, 
     ("statement", "cure"),
     [
         ("import fabricamp.serve", "torch.export"),
+        ("from fabricamp.fabric.utilities.rank_zero import rank_zero_only", "fabricamp.utilities"),
         ("from fabricamp.profilers import AdvancedProfiler", "cProfile"),
         ("from fabricamp.profilers.advanced import AdvancedProfiler", "cProfile"),
         ("from fabricamp.loggers import NeptuneLogger", "write a Logger"),
