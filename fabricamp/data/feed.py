@@ -94,7 +94,7 @@ class Feed:
         self._out: dict[str, Any] = {}  # where the pass stood before the batch that is out, where it is known
         # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
         self._notes_end = any(map(goes_on_behind_a_pass, self._members))
-        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # where others end
+        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # some in mid-pass
         self._ended = self._ended_before = None  # type: dict[str, Any] | None
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
