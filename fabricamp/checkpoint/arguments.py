@@ -14,7 +14,7 @@ from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.plain import described
 from fabricamp.checkpoint.typed import interpolates, named_types, rebuilt
 from fabricamp.environment import first_reference
-from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.errors import CheckpointError, ConfigError, nearest
 from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, kept_by
 
 
@@ -119,6 +119,11 @@ def arguments_for(
         # Of a class that takes no others: what a base class has saved, or what was added to hparams.
         if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             values = {key: value for key, value in values.items() if key in named}
+            for unknown in (key for key in given if key not in named):
+                cure = nearest(unknown, named) or "; leave it out"
+                raise CheckpointError(
+                    f"load_from_checkpoint({unknown}=...): {owner.__name__} has no such argument{cure}"
+                )
         return {**values, **given}
     beside = {key: value for key, value in given.items() if key in named and key not in saved}
     content = {**values, **{key: value for key, value in given.items() if key not in beside}}
