@@ -150,7 +150,9 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(bridge, "_cupy_obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)  # a build for CUDA would look for them
+    # A build for CUDA would look for them.
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(bridge.COMPILERS, "cuda", compile_it)
     bridge.kernel.cache_clear()
     yield texts

@@ -130,7 +130,9 @@ def test_signatures_and_help_are_those_of_the_class():
     assert list(inspect.signature(AsyncCheckpoint).parameters) == names
     assert list(inspect.signature(Passing).parameters) == ["folder", "options"]
     assert not inspect.signature(Callback).parameters
-    assert "(monitor: 'str', min_delta: 'float' = 0.0, patience" in pydoc.plain(pydoc.render_doc(EarlyStopping))
+    # Python 3.13 breaks a long signature.
+    shown = "".join(pydoc.plain(pydoc.render_doc(EarlyStopping)).replace("|", "").split())
+    assert "EarlyStopping(monitor:'str',min_delta:'float'=0.0,patience" in shown
     assert "def __init__" in inspect.getsource(EarlyStopping.__init__)
 
 
