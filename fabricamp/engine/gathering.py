@@ -21,10 +21,11 @@ _DIMENSIONS = 8
 def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
     """Returns every rank's tensor, stacked; raises :class:`ConfigError` where shapes differ, but in a training step.
 
-    There the host would wait for the answer, and batches are of one size.
+    There the host would wait for the answer, and batches are of one size.  It may not wait in steps that are captured either.
     """
-    strategy = trainer.strategy
-    if strategy.world_size > 1 and trainer.state.scope is not Scope.TRAIN_STEP:
+    strategy, session = trainer.strategy, trainer._runner.session
+    captures = session is not None and session.settings.cuda_graph is not None
+    if strategy.world_size > 1 and not captures and trainer.state.scope is not Scope.TRAIN_STEP:
         check_shapes(strategy, tensor)
     return strategy.all_gather(tensor)
 

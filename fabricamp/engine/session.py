@@ -145,7 +145,8 @@ class Session:
             self.delivery.begin(self.module)
 
     def attach(self) -> None:
-        """Ties module and data to this run."""
+        """Ties module and data to this run, which signals may end from here on."""
+        self.agreement.guard()
         fits = self.fn is TrainerFn.FITTING
         metrics = None if self.settings.barebones else self.metrics
         self.attachment = attach(self.module, self.source, self.trainer, metrics, fits=fits)

@@ -28,8 +28,8 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
 
     Of jobs are SIGUSR1 and SIGUSR2 in SLURM, and the one by which submitit tells of a preemption.
 
-    As long as the agreement is ``opening`` each of them raises KeyboardInterrupt: a download or an import has no other place to
-    stop at.  The handlers that were there before are given back in any case.
+    As long as the agreement is ``opening`` each of them raises KeyboardInterrupt, once it is guarded: a download or an import has
+    no other place to stop at.  The handlers that were there before are given back in any case.
 
     Does nothing outside the main thread; leaves a signal alone that is ignored (a job in the background of a shell), and
     the others where somebody handles them already, but for submitit's, which :func:`hand_on` serves.  Enter it before data loaders
@@ -139,9 +139,7 @@ def _ask(agreement: StopAgreement, name: str) -> None:
         agreement.request(name)
     if agreement.opening:
         agreement.abandon()
-    if agreement.abandoned and not agreement.leaving:
-        agreement.leaving = True
-        raise KeyboardInterrupt(agreement.reason)
+    agreement.raise_once()
 
 
 def _on_signal(agreement: StopAgreement, name: str) -> _Handler:

@@ -67,6 +67,8 @@ class StopAgreement:
         """The signal that this rank got, heeded yet or not."""
         self.opening = True
         """Whether the first batch is still to come."""
+        self.guarded = False
+        """Whether who gives the run's parts back is there to catch what a handler raises."""
         self.abandoned = False
         """Whether the run ends at once, with nothing to save."""
         self.leaving = False
@@ -106,6 +108,17 @@ class StopAgreement:
         """Ends the run at once, for want of anything to save: where a signal finds this rank ``opening``."""
         self.reason = self.reason or self.asked
         self.abandoned = True
+
+    def guard(self) -> None:
+        """From here on handlers raise; raises KeyboardInterrupt where a signal has come since they were set."""
+        self.guarded = True
+        self.raise_once()
+
+    def raise_once(self) -> None:
+        """Raises KeyboardInterrupt in a run that is abandoned, for the first time and where it is caught."""
+        if self.abandoned and self.guarded and not self.leaving:
+            self.leaving = True
+            raise KeyboardInterrupt(self.reason)
 
     def tell_main_thread(self) -> None:
         """Raises in the main thread what a signal there would have; for the thread beside it."""

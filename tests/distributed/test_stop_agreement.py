@@ -18,8 +18,9 @@ import torch.distributed as dist
 from fabricamp.errors import DistributedError
 from fabricamp.state import INTERRUPTIONS, NOT_VALIDATING, RunState
 from fabricamp.strategies.base import Environment, Strategy
-from fabricamp.watchdog import StopAgreement, Watchdog, interrupts, stop
+from fabricamp.watchdog import StopAgreement, Watchdog, interrupts, signals, stop
 from tests.distributed.ranks import run_ranks, side_by_side
+from tests.small import Classifier, loader, quiet_trainer
 
 
 class Several(Strategy):
@@ -270,6 +271,7 @@ def test_before_the_first_batch_a_signal_ends_the_run_at_once():
         state, agreement = single()
         before = signal.getsignal(number)
         with interrupts(agreement):
+            agreement.guard()
             with pytest.raises(KeyboardInterrupt, match=name):
                 os.kill(os.getpid(), number)
             assert agreement.abandoned
@@ -277,6 +279,21 @@ def test_before_the_first_batch_a_signal_ends_the_run_at_once():
                 os.kill(os.getpid(), number)  # starters send several
         assert signal.getsignal(number) is before
         assert not state.interrupted
+
+
+def test_a_signal_that_comes_before_anybody_could_catch_it_is_raised_then(monkeypatch):
+    leave = signals._leave_group_after_fork
+    monkeypatch.setattr(signals, "_leave_group_after_fork", lambda: (os.kill(os.getpid(), signal.SIGTERM), leave()))
+    _, agreement = single()
+    with interrupts(agreement):
+        assert agreement.abandoned
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            agreement.guard()
+    module = Classifier()
+    with pytest.raises(SystemExit) as ended:
+        quiet_trainer(max_epochs=1).fit(module, loader())
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_forked_children_outlive_an_interrupt():

@@ -19,6 +19,7 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
+from fabricamp.engine.gathering import gathered
 from fabricamp.engine.graph import room
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.captured import without_collection
@@ -585,3 +586,16 @@ def test_numbers_in_a_watched_step_are_refused(value):
         watch.keep(call("loss"), value)
     watch.muted = False
     assert watch.due == metrics().due
+
+
+@pytest.mark.parametrize(
+    ("graph", "scope", "gathers"),
+    [(None, Scope.EVAL_STEP, 2), (None, Scope.TRAIN_STEP, 1), (CudaGraph(), Scope.EVAL_STEP, 1)],
+)
+def test_shapes_that_are_gathered_are_compared_but_where_a_step_may_not_wait(graph, scope, gathers):
+    asked = []
+    strategy = SimpleNamespace(world_size=2, all_gather=lambda one: asked.append(one) or torch.stack([one, one]))
+    runner = SimpleNamespace(session=SimpleNamespace(settings=SimpleNamespace(cuda_graph=graph)))
+    trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(scope=scope), _runner=runner)
+    assert gathered(trainer, torch.ones(3)).shape == (2, 3)
+    assert len(asked) == gathers
