@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.checkpoint import places
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import any_shard, is_shard
 from fabricamp.optimizers.parameters import owned_parameters
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]
 
     What callbacks keep by the names of weights (averages) goes with them.
     """
-    if not any(map(is_shard, own.values())):
+    if not any_shard(own.values()):
         return checkpoint
     placing = Placing(checkpoint, path)
 
@@ -88,7 +88,7 @@ def placed_states(
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         parameters = owned_parameters(optimizer)
         indices = [index for group in state["param_groups"] for index in group["params"]]
-        if not any(map(is_shard, parameters)) or len(indices) != len(parameters):
+        if not any_shard(parameters) or len(indices) != len(parameters):
             placed.append(state)
             continue
         like = dict(zip(indices, parameters, strict=True))

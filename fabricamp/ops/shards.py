@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,15 +12,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fabricamp.ops.table import Table
+
+_WHOLE: Final = frozenset({Tensor, Parameter})
 
 
 def is_shard(value: object) -> bool:
     """Whether ``value`` is a tensor of which this rank holds a part; nothing is imported to know."""
     kind = type(value)
-    return kind is not Tensor and kind is not Parameter and hasattr(kind, "to_local") and isinstance(value, Tensor)
+    return kind not in _WHOLE and hasattr(kind, "to_local") and issubclass(kind, Tensor)
+
+
+def any_shard(values: Iterable[object]) -> bool:
+    """Whether any of ``values`` is one; of many plain tensors without a call for each."""
+    return any(hasattr(kind, "to_local") and issubclass(kind, Tensor) for kind in set(map(type, values)) - _WHOLE)
 
 
 def local(tensor: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import required
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
-from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
+from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
 from fabricamp.ops.table import Table
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
@@ -357,7 +357,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         self._known = None
         parameters = owned_parameters(self)
         refusals.refuse_unreadable(self, parameters, "parameter")
-        if any(map(is_shard, parameters)):
+        if any_shard(parameters):
             self._grad_of = local_gradient
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import any_shard, is_shard
 from fabricamp.precision.casting import CONVERTIBLE, modules_to_convert, own_tensors, owns_any
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def convert(
     full.convert([tensor for tensor in tensors if not is_shard(tensor)], dtype)
     full.watch_loading(chosen)
     for one in chosen:
-        if isinstance(one, nn.RNNBase) and not any(map(is_shard, own_tensors(one))):
+        if isinstance(one, nn.RNNBase) and not any_shard(own_tensors(one)):
             one.flatten_parameters()
     return {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
+from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.fused import flags_of
 from fabricamp.precision.master_weights import MasterWeights, adopt
@@ -79,7 +79,7 @@ class Binding:
             adopt(self._masters, self.optimizer)
         self.targets = owned_parameters(self.optimizer)
         self._shared = SharedRows.of(self.targets)
-        self._grad_of = local_gradient if any(map(is_shard, self.targets)) else _grad
+        self._grad_of = local_gradient if any_shard(self.targets) else _grad
         self.memory.hold(holders)
         self.holders = self.memory.parameters
         pairs = list(zip(holders, self.targets, strict=True))

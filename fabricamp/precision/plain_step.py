@@ -12,7 +12,7 @@ import torch
 from fabricamp import ops
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.ops.shards import SharedRows, is_shard, local_gradient
+from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision.fused import StepNumbers, flags_of, step_fused
@@ -94,7 +94,7 @@ def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
     Of sharded ones this rank's parts, by one exchange: torch would exchange a norm of each.
     """
     parameters = [one for one in owned_parameters(optimizer) if one.grad is not None]
-    if any(map(is_shard, parameters)):
+    if any_shard(parameters):
         _clip_parts(optimizer, parameters, clip)
     elif clip.algorithm == "norm":
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.shards import is_shard
+from fabricamp.ops.shards import any_shard, is_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module,
     """
     before = {one: _plain_values(one) for one in module.modules()}
     parallelize(module, mesh)
-    if not any(map(is_shard, module.parameters())):
+    if not any_shard(module.parameters()):
         raise ConfigError(
             f"FSDP(parallelize=...) has split no parameter of {type(module).__name__}; call torch's parallelize_module(module.net, "
             'mesh, {"layer": ColwiseParallel()}) in it'
