@@ -8,13 +8,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import gc
+import random
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from tests.large_pages import use_large_pages
+
+pytest_plugins = ["tests.skips", "tests.gpu_turns"]
 
 _MODULES = pytest.StashKey[int]()
 """How many modules were loaded when memory was laid together last."""
@@ -41,6 +45,16 @@ def _leaves_one_thread():
     """With two, every later test of this process is ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Begins each test, and the fixtures that it is the first to need, with the same random numbers, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # the generator that libraries draw from
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -81,7 +81,7 @@ def test_another_dtype_is_for_floating_weights():
 
 
 def test_safetensors_with_a_tied_weight():
-    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    pytest.importorskip("safetensors", reason="needs the package safetensors")
     from safetensors.torch import load_file
 
     weights = trained("O2")
@@ -103,7 +103,7 @@ def test_a_program_with_any_batch_gives_what_the_module_gives(precision, dtype):
 
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")),
-    reason="onnx and onnxscript are not installed",
+    reason="needs the package onnxscript",
 )
 def test_onnx_gives_what_the_module_gives():
     from onnx.reference import ReferenceEvaluator

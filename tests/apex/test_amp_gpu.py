@@ -235,6 +235,6 @@ def test_apex_1999_evaluation_keeps_no_memory(runner, without):
 
 
 def test_apex_550_cupy_is_for_the_cuda_that_torch_has():
-    cupy = pytest.importorskip("cupy")
+    cupy = pytest.importorskip("cupy", reason="needs the package cupy")
     assert cupy.cuda.runtime.runtimeGetVersion() // 1000 == int(torch.version.cuda.partition(".")[0])
     assert ops.backend("cuda")["adam"].name == "cupy"

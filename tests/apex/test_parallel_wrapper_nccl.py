@@ -15,7 +15,7 @@ from tests.strategies.test_delayed_ddp_nccl import STEPS, Deep, join, own_device
 
 pytestmark = [
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 
 

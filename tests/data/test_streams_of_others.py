@@ -20,7 +20,7 @@ SAMPLES = 32
 
 def webdataset(folder):
     """Four shards; WebDataset shares them out among ranks and workers."""
-    wds = pytest.importorskip("webdataset")
+    wds = pytest.importorskip("webdataset", reason="needs the package webdataset")
     shards = [str(folder / f"{number}.tar") for number in range(4)]
     stream = wds.WebDataset(shards, shardshuffle=False, nodesplitter=wds.split_by_node).decode()
     return stream.to_tuple("pth").map(lambda sample: {"x": sample[0]})
@@ -29,8 +29,8 @@ def webdataset(folder):
 def hugging_face(folder):
     """A data set with indices, which the Trainer shares out."""
     datasets = pytest.importorskip(
-        "datasets", reason="not installed: it brings pyarrow and pandas: by hand, pip install datasets"
-    )
+        "datasets", reason="needs the package datasets"
+    )  # it brings pyarrow and pandas: by hand
     return datasets.Dataset.from_dict({"x": [[float(one), 1.0] for one in range(SAMPLES)]}).with_format("torch")
 
 

@@ -245,7 +245,7 @@ def plan_of(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_that_is_lost_comes_back_with_the_weights_of_the_others(case, tmp_path):
-    pytest.importorskip("torchft", reason='pip install "fabricamp[ft]"')
+    pytest.importorskip("torchft", reason="needs the package torchft")
     plan = plan_of(case)
     rows, _, ends = lost_and_back(tmp_path, **plan)
     for other in ends[1:]:
@@ -262,7 +262,7 @@ def test_a_group_that_is_lost_comes_back_with_the_weights_of_the_others(case, tm
 
 @pytest.mark.slow
 def test_groups_end_together_at_a_limit(tmp_path):
-    pytest.importorskip("torchft", reason='pip install "fabricamp[ft]"')
+    pytest.importorskip("torchft", reason="needs the package torchft")
     plan = {"groups": 2, "precision": "O0", "accumulated": 1, "place": "", "max_steps": 40}
     plan |= {"timeout": 30, "quorum_timeout": 100}
     groups = Groups(tmp_path, victim=None, **plan)

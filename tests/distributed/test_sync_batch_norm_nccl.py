@@ -21,7 +21,7 @@ from tests.distributed.test_sync_batch_norm_ranks import Net, check, models_in_t
 
 pytestmark = [
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "digits" / "train.py"
 CONFIG = SCRIPT.with_name("config.yaml")
 
-pytest.importorskip("sklearn")
+pytest.importorskip("sklearn", reason="needs the package sklearn")
 
 
 def main(*arguments):

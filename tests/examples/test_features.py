@@ -77,7 +77,7 @@ def test_all_that_lightning_has_is_answered_and_the_answer_is_true():
     """Read from Lightning's files: to import it takes seconds."""
     spec = importlib.util.find_spec("lightning")
     if spec is None:
-        pytest.skip("the names are those of the package lightning: pip install lightning")
+        pytest.skip("needs the package lightning")
     there = Path(spec.submodule_search_locations[0]) / "pytorch"
     classes = answers("Lightning's callbacks", "Lightning's loggers, profilers, strategies")
     for home in ("callbacks", "loggers", "profilers", "strategies"):

@@ -102,7 +102,7 @@ def run_in_a_shell(command, folder):
 )
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_commands_work_in_the_order_in_which_they_stand(clone):
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="needs the package sklearn")
     for command, printed in RUN.items():
         done = run(command, clone)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

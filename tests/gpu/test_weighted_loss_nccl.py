@@ -11,7 +11,7 @@ from tests.distributed.ranks import run_ranks
 from tests.gpu.test_weighted_loss_gpu import ErrorOnWait, fitted, graph_and_eager
 from tests.weighted import TOLERANCE, apart, batches, by_hand
 
-pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
 
 CASES = [
     ("ddp", "O0", 1, "adamw"),

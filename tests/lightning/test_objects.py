@@ -18,9 +18,7 @@ from tests.lightning.run import LIGHTNINGS_OBJECTS, NAMES, printed
 from tests.lightning.test_programs import FOLLOWS_NOISE, differences, expected, torch_computes_the_same
 from tests.small import quiet_trainer
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="these tests take objects of the package lightning: pip install lightning"
-)
+pl = pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
 
 NOT_THESE = {
     "boring_model": "reads the module's logger behind the run, which the module has no part in then",
@@ -474,7 +472,7 @@ def test_modules_within_the_module_see_the_run():
 
 
 def test_pytorch_lightning_is_the_same():
-    other = pytest.importorskip("pytorch_lightning", reason="the same package by its other name")
+    other = pytest.importorskip("pytorch_lightning", reason="needs the package pytorch_lightning")
     kind = type("Other", (Steps, other.LightningModule), {})
     assert lightnings_base(kind) is other.LightningModule
     module = kind()

@@ -17,9 +17,7 @@ from fabricamp import ConfigError
 from fabricamp.lightning.given import lines_of
 from tests.small import quiet_trainer
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="these tests take objects of the package lightning: pip install lightning"
-)
+pl = pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
 
 
 def loader():

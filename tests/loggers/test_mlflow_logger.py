@@ -23,7 +23,7 @@ from fabricamp.loggers import CSVLogger, MLFlowLogger
 from tests.small import Classifier, loader, quiet_trainer
 
 FileStore = pytest.importorskip("mlflow.store.tracking.file_store", reason="needs the package mlflow").FileStore
-MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient
+MlflowClient = pytest.importorskip("mlflow.tracking", reason="needs the package mlflow").MlflowClient
 
 
 @pytest.fixture(autouse=True)

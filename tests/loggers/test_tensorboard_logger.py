@@ -92,7 +92,7 @@ def test_images_and_texts(tmp_path):
 
 
 def test_figures(tmp_path):
-    figures = pytest.importorskip("matplotlib.figure")
+    figures = pytest.importorskip("matplotlib.figure", reason="needs the package matplotlib")
     logger = TensorBoardLogger(tmp_path)
     logger.log_figure("plot", figures.Figure(), 5)
     logger.close()

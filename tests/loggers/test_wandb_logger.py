@@ -23,7 +23,7 @@ from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 wandb = pytest.importorskip("wandb", reason="needs the package wandb")
-Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs the package wandb").Record
 
 AXIS = "trainer/global_step"
 

@@ -139,6 +139,7 @@ def test_runs_on_the_stream_and_card_of_its_tensors():
 
 
 @pytest.mark.slow
+@pytest.mark.gpu_memory(gib=24)  # logits, their copy and gradient, and what isfinite makes of it
 @pytest.mark.parametrize("in_place", [False, True])
 def test_more_than_two_to_the_31_elements(in_place):
     rows, classes = 43008, 50257  # 2.16e9 logits: 4.3 GB, and unaligned rows

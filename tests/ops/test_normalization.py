@@ -448,6 +448,7 @@ def test_all_widths_on_a_gpu(kind, dtypes, width):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_memory(gib=18)  # four of 4 GiB
 def test_more_elements_than_32_bits_count():
     rows, width = 2**19 + 3, 4096
     with dispatch.always("cupy"):

@@ -356,6 +356,7 @@ def test_second_derivatives_are_refused_by_name():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_memory(gib=20)  # three of 4.3 GiB, and what compares a sample of 1 GiB
 def test_large_and_long_on_a_gpu():
     """More than 2**31 values; and many rows of a number of channels that no vector divides."""
     for shape, rows in (((9, 64, 2000, 2000), True), ((40, 193, 300, 301), False)):

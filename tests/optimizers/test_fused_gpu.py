@@ -174,6 +174,7 @@ def test_gradients_that_move_every_step():
 
 
 @pytest.mark.slow
+@pytest.mark.gpu_memory(gib=26)  # two halves and two moments in fp32
 def test_more_than_two_to_the_31_elements():
     count = 2**31 + 70_000
     weight = nn.Parameter(torch.ones(count, dtype=torch.float16, device="cuda"))

@@ -175,6 +175,7 @@ PLAIN = {
 
 
 @pytest.mark.slow
+@pytest.mark.gpu_memory(gib=26)  # two halves, and of LAMB two moments in fp32
 @pytest.mark.parametrize("kind", PLAIN)
 def test_more_than_two_to_the_31_elements(kind):
     count = 2**31 + 70_000

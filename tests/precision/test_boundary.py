@@ -121,7 +121,7 @@ def test_outside_a_step_nothing_is_cast():
 
 
 def test_losses_metrics_and_modules_without_parameters_stay_as_they_are():
-    torchmetrics = pytest.importorskip("torchmetrics")
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs the package torchmetrics")
     task = Task(nn.Sequential(nn.Linear(4, 4), Offset(), nn.Linear(4, 4)))
     task.accuracy = torchmetrics.MeanMetric()
     converted(task)

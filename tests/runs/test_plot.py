@@ -177,7 +177,7 @@ def test_what_a_restart_took_back_is_not_drawn(tmp_path):
 
 
 def test_pictures_in_files(runs, capsys):
-    pytest.importorskip("matplotlib", reason="the extra [plot] is not installed")
+    pytest.importorskip("matplotlib", reason="needs the package matplotlib")
     folders = [str(runs / "events" / f"version_{number}") for number in (0, 1)]
     assert main(["plot", *folders, "--out", "both.png"]) == 0
     assert "picture: both.png" in capsys.readouterr().out

@@ -22,7 +22,7 @@ TOTAL = "grad_2.0_norm_total"
 
 pytestmark = [
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 
 # Those that are cut within a window, and some that are cut between two.

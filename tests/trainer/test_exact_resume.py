@@ -97,7 +97,7 @@ def shuffled(dataset, **options):
 
 
 def torchdatas(**options):
-    kind = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata").StatefulDataLoader
+    kind = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the package torchdata").StatefulDataLoader
     return kind(Samples(), BATCH, shuffle=True, **options)
 
 

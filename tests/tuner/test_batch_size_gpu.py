@@ -42,6 +42,7 @@ def unit():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.gpu_memory(gib=4)  # a twentieth of the card
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_it_survives_a_lack_of_memory_and_gives_all_back(precision, unit):
     module, options = Hungry(unit), {"accelerator": "gpu", "devices": 1, "precision": precision}

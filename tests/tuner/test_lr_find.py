@@ -100,7 +100,7 @@ def test_sets_the_rate_where_the_module_keeps_it_and_draws_the_curve(capsys):
 
 
 def test_the_curve_as_a_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'fabricamp[plot]'").use("Agg")
+    pytest.importorskip("matplotlib", reason="needs the package matplotlib").use("Agg")
     finder = LRFinder("exponential", 0.001, 1.0, num_training=20)
     finder.results = {"lr": [1.4**k for k in range(20)], "loss": [3 - math.tanh(k - 13) for k in range(20)]}
     figure = finder.plot(suggest=True)

@@ -1,0 +1,93 @@
+"""A run's output ends in one line a reason of its skips, and a skip for a reason that nobody wrote down fails it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skips import KNOWN, is_known
+
+ROOT = Path(__file__).parents[1]
+KNOWN_SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(5))
+def test_without_a_gpu(number):
+    pytest.skip("needs a CUDA GPU")
+
+@pytest.mark.skipif(True, reason="needs a CUDA GPU")
+def test_without_a_gpu_by_a_mark():
+    pass
+
+@pytest.mark.xfail(reason="is not there yet")
+def test_expected_to_fail():
+    raise AssertionError
+
+def test_that_passes():
+    pass
+"""
+A_WHOLE_FILE = """
+import pytest
+
+pytest.importorskip("no_such_package", reason="needs the package optuna")
+"""
+UNKNOWN_SKIP = """
+import pytest
+
+def test_that_nobody_knows_of():
+    pytest.skip("not today")
+"""
+UNKNOWN_FILE = """
+import pytest
+
+pytest.importorskip("no_such_package")
+"""
+
+
+def run(folder, *options):
+    """Runs the tests in ``folder`` in a new interpreter, with the plugin and, for ``-n``, with xdist."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", "-c", os.devnull]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(
+        [*command, "--rootdir", str(folder), "-rfE", str(folder), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "workers", [(), ("-p", "xdist.plugin", "-n", "2", "--dist", "worksteal")], ids=["alone", "xdist"]
+)
+def test_one_line_a_reason_and_unknown_reasons_fail(workers, tmp_path):
+    (tmp_path / "test_known.py").write_text(KNOWN_SKIPS)
+    (tmp_path / "test_file.py").write_text(A_WHOLE_FILE)
+    done = run(tmp_path, *workers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if "SKIPPED" in line]
+    assert told == ["SKIPPED [6] needs a CUDA GPU", "SKIPPED [1 whole file(s)] needs the package optuna"]
+    assert "1 passed, 7 skipped, 1 xfailed in" in done.stdout.splitlines()[-1]
+
+    (tmp_path / "test_unknown.py").write_text(UNKNOWN_SKIP)
+    done = run(tmp_path, *workers)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "skipped for a reason that KNOWN of tests/skips.py does not have: not today" in done.stdout
+    assert "1 failed" in done.stdout.splitlines()[-1]
+
+    (tmp_path / "test_unknown.py").write_text(UNKNOWN_FILE)
+    done = run(tmp_path, *workers)
+    assert done.returncode != 0
+    assert "skipped for a reason that KNOWN of tests/skips.py does not have: could not import" in done.stdout
+    assert "1 error" in done.stdout.splitlines()[-1]
+
+
+def test_every_known_reason_says_why():
+    assert all(KNOWN.values())
+    assert is_known("needs a CUDA GPU")
+    assert not is_known("needs a CUDA GPU that somebody else has")
