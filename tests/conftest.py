@@ -11,7 +11,9 @@ import gc
 import random
 import signal
 import sys
+import threading
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,12 @@ _MODULES = pytest.StashKey[int]()
 """How many modules were loaded when memory was laid together last."""
 
 torch.set_num_threads(1)
+
+# How long an example, or its making, takes is the machine's affair.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Each process that a test starts would compile the package's sources anew, and this one the tests'.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -45,6 +53,19 @@ def _leaves_one_thread():
     """With two, every later test of this process is ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture(autouse=True)
+def _catches_what_its_own_threads_log(caplog):
+    """A client that an earlier test gave up may say at any time that its server is gone."""
+    earlier = {one.ident for one in threading.enumerate()} - {threading.get_ident()}
+
+    def is_this_tests(record):
+        return record.thread not in earlier
+
+    caplog.handler.addFilter(is_this_tests)
+    yield
+    caplog.handler.removeFilter(is_this_tests)
 
 
 @pytest.hookimpl(tryfirst=True)

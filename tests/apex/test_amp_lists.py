@@ -79,6 +79,9 @@ def mixed(name, device):
     return table.get(name, (half, full))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:reduction. 'mean' divides"
+)  # of kl_div, which is called with what it takes by default
 @pytest.mark.parametrize(("place", "name"), FP32, ids=ids(FP32))
 def test_half_is_computed_in_fp32(place, name, device):
     function = getattr(MODULES[place], name)
@@ -98,6 +101,9 @@ def test_fp32_is_computed_in_half(place, name, device):
     assert result.dtype is torch.float16
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Using torch.cross without specifying the dim"
+)  # called with what it takes by default
 @pytest.mark.parametrize(("place", "name"), CASTS, ids=ids(CASTS))
 def test_half_and_fp32_meet_in_fp32(place, name, device):
     result = getattr(MODULES[place], name)(*mixed(name, device))

@@ -132,6 +132,7 @@ def test_a_package_whose_own_import_fails_shows_it(script, monkeypatch, tmp_path
         main(["-m", "broken_package.train"])
 
 
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch's, of a stderr that pytest captures
 def test_torchrun_is_told_of_an_error(script, monkeypatch, tmp_path, capsys):
     """And who reads the terminal sees the script's lines alone."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

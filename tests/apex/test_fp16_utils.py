@@ -206,7 +206,7 @@ def test_closures(dynamic):
         optimizer.backward(loss)
         return loss
 
-    losses = [float(optimizer.step(closure)) for _ in range(4)]
+    losses = [float(optimizer.step(closure).detach()) for _ in range(4)]
     assert losses[-1] < losses[0]
     if dynamic:
         assert optimizer.loss_scale < 2.0**24

@@ -186,14 +186,14 @@ def test_compiled_models_train_as_plain_ones(level):
 
 def test_apex_1999_evaluation_keeps_nothing():
     layers = [getattr(normalization, name)(8) for name in ("FusedRMSNorm", "FusedLayerNorm")]
-    counts = []
+    alive = []
     for _ in range(3):
         with torch.no_grad():
             for layer in layers * 5:
                 layer(torch.ones(2, 8))
         gc.collect()
-        counts.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
-    assert counts[1] == counts[2]
+        alive.append({id(one) for one in gc.get_objects() if type(one) is torch.Tensor})
+    assert alive[2] <= alive[1]
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def test_steps_are_those_of_the_flushes_and_values_those_of_that_step(start):
     trainer = start(LearningRateMonitor(), [optimizer], [config])
     for _ in range(21):
         trainer.step(micro_batches=2)
+        optimizer.step()
         config.scheduler.step()
     assert [step for step, _ in logged(trainer)] == [9, 19]
     assert logged(trainer)[0][1] == {"lr-Adam": 0.5 * 0.5**9}

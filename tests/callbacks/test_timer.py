@@ -26,10 +26,12 @@ def test_it_notes_the_time_of_each_stage():
         None,
     )
     trainer = quiet_trainer(max_steps=2, callbacks=[slow(), timer])
+    began = time.monotonic()
     trainer.fit(Classifier(), loader())
-    assert 0.04 <= timer.time_elapsed() == timer.end_time() - timer.start_time() < 5
+    assert 0.04 <= timer.time_elapsed() == timer.end_time() - timer.start_time() <= time.monotonic() - began
+    began = time.monotonic()
     trainer.validate(Classifier(), loader(), verbose=False)
-    assert 0 < timer.time_elapsed("validate") < 5
+    assert 0 < timer.time_elapsed("validate") <= time.monotonic() - began
     assert timer.time_elapsed("test") == 0
     with pytest.raises(ValueError, match="no stage|is not a valid"):
         timer.time_elapsed("no stage")
@@ -46,7 +48,7 @@ def test_it_ends_the_training_in_time(interval, ends):
 
 
 def test_a_resumed_run_counts_the_time_before(tmp_path):
-    first = quiet_trainer(max_steps=2, callbacks=[slow(0.1), Timer("00:00:00:01")])
+    first = quiet_trainer(max_steps=2, callbacks=[slow(0.1), Timer("00:01:00:00")])
     first.fit(Classifier(), loader())
     first.save_checkpoint(tmp_path / "file.ckpt")
     timer = Timer({"milliseconds": 200})

@@ -105,8 +105,21 @@ def test_batches_and_last(size, limit, kind):
         assert not feed.last
 
 
+@pytest.fixture
+def workers_end():
+    """Returns what waits for the end of the processes that the test has started: where nobody ends them, in vain."""
+    before = set(multiprocessing.active_children())
+
+    def wait():
+        for process in set(multiprocessing.active_children()) - before:
+            process.join(60)
+            assert not process.is_alive()
+
+    return wait
+
+
 @pytest.mark.parametrize("wired", [False, True])
-def test_workers(wired):
+def test_workers(wired, workers_end):
     loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
     if wired:
         loader = wire_loader(loader, train=True, rank=0, world_size=1, seed=0)
@@ -115,7 +128,7 @@ def test_workers(wired):
         batches = [(batch.tolist(), last) for batch, last in seen(Feed(loader, limit=limit))]
         assert batches == flagged(whole[:count])
     del loader
-    assert not multiprocessing.active_children()
+    workers_end()
 
 
 def test_streams_with_workers_whose_length_is_an_estimate():
@@ -167,7 +180,7 @@ def test_an_error_surfaces_at_its_batch(loader):
             next(batches)
 
 
-def test_closing_early_ends_the_workers():
+def test_closing_early_ends_the_workers(workers_end):
     loader = DataLoader(Numbers(100), num_workers=2)
     feed = Feed(loader)
     try:
@@ -177,12 +190,12 @@ def test_closing_early_ends_the_workers():
             raise RuntimeError(message)
     except RuntimeError:
         feed.close()
-    assert not multiprocessing.active_children()
+    workers_end()
     assert not feed.last
     feed.close()
 
 
-def test_an_error_in_preparing_ends_the_workers_though_its_traceback_is_kept():
+def test_an_error_in_preparing_ends_the_workers_though_its_traceback_is_kept(workers_end):
     def fail(batch):
         message = "cannot prepare"
         raise RuntimeError(message)
@@ -190,7 +203,7 @@ def test_an_error_in_preparing_ends_the_workers_though_its_traceback_is_kept():
     with pytest.raises(RuntimeError) as kept:
         list(Feed(DataLoader(Numbers(100), num_workers=2), prepare=fail))
     assert kept.tb is not None
-    assert not multiprocessing.active_children()
+    workers_end()
 
 
 def test_a_loader_that_ends_before_its_length_is_refused():

@@ -244,7 +244,7 @@ def test_persistent_workers_stay_until_released():
     assert member._iterator._workers is workers
     assert workers[0].is_alive()
     release_workers(combined)
-    workers[0].join(5)
+    workers[0].join(60)
     assert not workers[0].is_alive()
     assert len(list(combined)) == 4
 

@@ -162,7 +162,7 @@ def test_a_server_that_cannot_be_reached_costs_values_and_no_step_waits(monkeypa
         alive, disabled = False, False
 
     def start(**options):
-        waits.wait(20)
+        waits.wait(100)
         return Unreachable()
 
     class Releases(Classifier):

@@ -122,13 +122,13 @@ def test_a_folder_that_rank_0_cannot_make_ends_every_rank(tmp_path):
 
     def work():
         trainer = quiet_trainer(
-            strategy=DDP(timeout=20), devices="auto", max_steps=1, logger=CSVLogger(tmp_path / "file")
+            strategy=DDP(timeout=60), devices="auto", max_steps=1, logger=CSVLogger(tmp_path / "file")
         )
         with pytest.raises(ConfigError, match="cannot make a folder for this run") as caught:
             trainer.fit(Classifier(), loader(16))
         return str(caught.value)
 
-    first, other = run_ranks(work, 2, backend=None, timeout=60)
+    first, other = run_ranks(work, 2, backend=None)
     assert first == other
 
 

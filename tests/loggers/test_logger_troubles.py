@@ -163,7 +163,7 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
     process.start()
     assert receiver.poll(100)
     told, steps = receiver.recv()
-    process.join(10)
+    process.join(60)
     assert len(told) == 1
     assert "File too large; training goes on" in told[0]
     assert str(tmp_path) in told[0]
@@ -172,6 +172,8 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
 
 def in_a_read_only_folder(folder, kind, sender):
     """In a process of its own, which is not root: nobody may write there between the steps 6 and 10."""
+    # What a fit and its logger import may lie where root alone reads.
+    fit(kind(folder / "first"))
     if os.geteuid() == 0:
         os.seteuid(65534)
     logger = kind(folder / "logs")
@@ -196,7 +198,7 @@ def test_a_folder_that_is_read_only_for_a_while(kind):
         sender.close()  # else nobody would notice that the other end is gone
         assert receiver.poll(100)
         told, steps = receiver.recv()
-        process.join(10)
+        process.join(60)
     assert len(told) == 1
     assert f"cannot write {name}" in told[0]
     assert "Permission denied; training goes on" in told[0]
@@ -250,9 +252,10 @@ def test_a_mistake_in_a_logger_is_raised(tmp_path):
 @pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
 def test_a_logger_that_is_slow_is_given_up(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(delivery, "BARRIER_SECONDS", 0.3)
-    over = threading.Event()
-    own = Own(wait=lambda step: over.wait(100))
+    asked, over = threading.Event(), threading.Event()
+    own = Own(wait=lambda step: (asked.set(), over.wait(100)))
     told = fit(own, kind(tmp_path, save_top_k=-1, monitor="step"))
+    assert asked.wait(60)
     over.set()
     (only,) = told
     assert only.startswith(

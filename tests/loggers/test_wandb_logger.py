@@ -65,7 +65,7 @@ def records(file):
 
 def whole_run(file):
     """All records of a run that was finished: the service writes the last of them a moment later."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     found = []
     while not any(one.HasField("exit") for one in found):
         assert time.monotonic() < deadline, f"{file} has no end: {[one.WhichOneof('record_type') for one in found]}"
@@ -79,7 +79,9 @@ class Written:
 
     def __init__(self, folder, count=1):
         wandb.finish()  # until then some of it is in memory
-        files = sorted(Path(folder).glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+        files = sorted(
+            Path(folder).glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.parent.name
+        )  # it begins with the second
         assert len(files) == count
         self.history, self.config, self.metrics = [], {}, []
         for record in whole_run(files[-1]):
@@ -286,6 +288,8 @@ def signal_the_service(number):
             name, rest = status.read_text().rsplit(")", 1)
             if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
                 os.kill(int(status.parent.name), number)
+                if number == signal.SIGKILL:  # its connections are closed from here on
+                    os.waitid(os.P_PID, int(status.parent.name), os.WEXITED | os.WNOWAIT)
 
 
 class KillsTheService(Callback):

@@ -310,18 +310,18 @@ def test_nothing_is_kept_without_gradients(device):
 
     def alive():
         gc.collect()
-        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
 
     with torch.no_grad():
         assert layer_norm(x, 24, weight, bias).grad_fn is None
         before = alive()
         for _ in range(5):
             rms_norm(layer_norm(x, 24, weight, bias), 24, weight)
-        assert alive() == before
+        assert alive() <= before
     made = layer_norm(x, 24, weight, bias)
     made.sum().backward()
     del made
-    assert alive() == before
+    assert alive() <= before
 
 
 @one_order

@@ -226,6 +226,8 @@ def test_copies_have_a_boundary_and_weights_of_their_own(how):
     assert precision.forward(twin.float(), x).dtype is torch.float32  # converted on: its boundary rests
 
 
+# A checkpoint in a checkpoint: the inner one's input has no gradient while the outer one computes without any.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("inner", [None, True, False])
 @pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

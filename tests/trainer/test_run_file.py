@@ -111,7 +111,7 @@ def test_after_a_signal():
 
 def test_a_process_that_is_gone_was_killed():
     fit()
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:  # for as long as nobody ends it
         start = process_start(process.pid)
         running = written() | {
             "status": "running",

@@ -133,7 +133,10 @@ def test_detect_anomaly_names_the_operation_for_as_long_as_the_run():
         def training_step(self, batch, batch_idx):
             return (self.net(batch[0]) * 0).sqrt().sum()  # its gradient is 0 * inf
 
-    with pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
+    with (
+        pytest.warns(UserWarning, match="Error detected in MulBackward0"),
+        pytest.raises(RuntimeError, match="'MulBackward0' returned nan"),
+    ):
         quiet_trainer(max_steps=1, detect_anomaly=True).fit(Bad(), loader())
     assert not torch.is_anomaly_enabled()
     quiet_trainer(max_steps=1).fit(Bad(), loader())

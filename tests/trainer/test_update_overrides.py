@@ -34,7 +34,7 @@ def test_warm_up_by_optimizer_step(precision):
             if self.trainer.global_step < 4:
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * (self.trainer.global_step + 1) / 4
-            self.losses += (float(optimizer_closure()),)
+            self.losses += (float(optimizer_closure().detach()),)
             self.rates += (optimizer.param_groups[0]["lr"],)
             optimizer.step(closure=optimizer_closure)
 

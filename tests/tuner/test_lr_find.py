@@ -141,6 +141,7 @@ def test_a_rate_for_each_step_of_several_batches_and_groups():
     assert rates == [pytest.approx([rate, rate]) for rate in finder.results["lr"]]
 
 
+@pytest.mark.filterwarnings("ignore:Encountered `nan` values")  # torchmetrics', of the loss that is one on purpose
 def test_a_loss_that_grows_or_is_no_number_ends_it():
     trainer = quiet_trainer()
     finder = Tuner(trainer).lr_find(Tried(), min_lr=1e-3, max_lr=1e6, num_training=60)
