@@ -1,10 +1,11 @@
-"""A run's output ends in one line a reason of its skips, and a skip for a reason that nobody wrote down fails it."""
+"""What a run of the suite prints: one line a reason of its skips, where one that nobody wrote down fails, and no warning of ours."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,13 @@ def test_every_known_reason_says_why():
     assert all(KNOWN.values())
     assert is_known("needs a CUDA GPU")
     assert not is_known("needs a CUDA GPU that somebody else has")
+
+
+def test_a_warning_of_ours_is_an_error_and_one_of_others_is_not():
+    code = 'import warnings\nwarnings.warn("is not to be done")'
+    for name in ("fabricamp.engine.session", "tests.ops.test_adam"):
+        with pytest.raises(UserWarning, match="is not to be done"):
+            exec(code, {"__name__": name})
+    with warnings.catch_warnings(record=True) as caught:
+        exec(code, {"__name__": "another_package"})
+    assert [str(one.message) for one in caught] == ["is not to be done"]

@@ -51,7 +51,6 @@ def test_widths_of_numpy():
     assert torch.equal(rms_norm(x, np.int64(4)), rms_norm(x, 4))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_scripts_and_symbolic_traces(module):
     norm, x = module(8), torch.randn(3, 8)
