@@ -1,4 +1,4 @@
-"""What a run of the suite prints: one line a reason of its skips, where one that nobody wrote down fails, and no warning of ours."""
+"""What a run prints: one line a reason of its skips, where one that nobody wrote down fails, and no warning of ours."""
 
 from __future__ import annotations
 

@@ -299,7 +299,6 @@ class KillsTheService(Callback):
         if trainer.global_step == 2:
             trainer.logger.barrier(2)
             signal_the_service(signal.SIGKILL)
-            time.sleep(0.5)
 
 
 def with_a_service_that_dies(folder):
