@@ -38,7 +38,7 @@ KNOWN = {
     r"four dimensions only": "channels_last is a layout of images",
     r"fp64 inputs take fp64 parameters": "no mixed module of fp64 exists",
     r"two cuts are enough with processes to start": "the others would take seconds and find nothing else",
-    r"torch's? (keeps Adam's state in half|Adam keeps its squares in half) there.*": "torch has no right value to compare with",
+    r"torch(|'s Adam) keeps (Adam's state|its squares) in half there.*": "torch has no right value to compare with",
 }
 """Patterns of reasons, and why each is no failure."""
 

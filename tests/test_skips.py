@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -86,6 +87,25 @@ def test_one_line_a_reason_and_unknown_reasons_fail(workers, tmp_path):
     assert done.returncode != 0
     assert "skipped for a reason that KNOWN of tests/skips.py does not have: could not import" in done.stdout
     assert "1 error" in done.stdout.splitlines()[-1]
+
+
+def reasons(file):
+    """The reasons that stand in a file: those of machines that are rare, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            given = [one.value for one in node.keywords if one.arg == "reason"]
+            name = ast.unparse(node.func)
+            if name == "pytest.skip":
+                yield node.args[0]
+            elif name in ("pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"):
+                yield from given
+
+
+def test_reasons_that_stand_in_the_tests_are_known():
+    files = [one for one in (ROOT / "tests").rglob("*.py") if one != Path(__file__)]
+    found = [(file, one.value) for file in files for one in reasons(file) if isinstance(one, ast.Constant)]
+    assert len(found) > 50
+    assert [(file, reason) for file, reason in found if not is_known(reason)] == []
 
 
 def test_every_known_reason_says_why():
