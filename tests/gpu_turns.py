@@ -30,26 +30,24 @@ def turn():
         yield
 
 
-def pytest_collection_modifyitems(items):
-    has = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    for item in items:
-        marker = item.get_closest_marker("gpu_memory")
-        if marker is None:
-            continue
-        gib = marker.kwargs["gib"]
-        if 0 < has < gib * 2**30:
-            item.add_marker(pytest.mark.skip(reason=f"needs {gib} GiB of GPU memory"))
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's: who waits for its turn does not hang
 def pytest_runtest_protocol(item):
-    if item.get_closest_marker("gpu_memory") is None:
+    marker = item.get_closest_marker("gpu_memory")
+    if marker is None:
         return (yield)
     with turn():
+        # Asked here, not where tests are collected: the question initialises CUDA, and what was forked then could not use it.
+        if torch.cuda.is_available() and not has(gib := marker.kwargs["gib"]):
+            item.add_marker(pytest.mark.skip(reason=f"needs {gib} GiB of GPU memory"))
         try:
             return (yield)
         finally:
             give_back()
+
+
+def has(gib):
+    """Whether the current card is that large."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= gib * 2**30
 
 
 def give_back():
