@@ -58,10 +58,10 @@ def _leaves_one_thread():
 @pytest.fixture(autouse=True)
 def _catches_what_its_own_threads_log(caplog):
     """A client that an earlier test gave up may say at any time that its server is gone."""
-    earlier = {one.ident for one in threading.enumerate()} - {threading.get_ident()}
+    earlier = set(threading.enumerate()) - {threading.current_thread()}
 
     def is_this_tests(record):
-        return record.thread not in earlier
+        return threading.current_thread() not in earlier  # a handler is called by the thread that logs
 
     caplog.handler.addFilter(is_this_tests)
     yield

@@ -36,8 +36,9 @@ def pytest_runtest_protocol(item):
     if marker is None:
         return (yield)
     with turn():
+        gib = marker.kwargs["gib"]
         # Asked here, not where tests are collected: the question initialises CUDA, and what was forked then could not use it.
-        if torch.cuda.is_available() and not has(gib := marker.kwargs["gib"]):
+        if torch.cuda.is_available() and not has(gib):
             item.add_marker(pytest.mark.skip(reason=f"needs {gib} GiB of GPU memory"))
         try:
             return (yield)
