@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import stat
+import sys
 import warnings
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def test_no_file_of_a_run_holds_the_value(tmp_path, monkeypatch, environment):
     monkeypatch.setenv("ROOT", str(tmp_path / "runs"))
     monkeypatch.syspath_prepend(tmp_path)
     Path("config.yaml").write_text(CONFIG)
+    monkeypatch.delitem(sys.modules, "secret_parts", raising=False)  # an earlier test's
     Path("secret_parts.py").write_text(f"SECRET = {SECRET!r}\n{PARTS}")
     assert main(["fit", "config.yaml"]) == 0
     assert holding(tmp_path, SECRET.encode()) == ["secret_parts.py"] + [
@@ -229,6 +231,7 @@ def numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PORT", "4711")
+    monkeypatch.delitem(sys.modules, "number_parts", raising=False)  # an earlier test's
     Path("config.yaml").write_text(NUMBERS)
     Path("number_parts.py").write_text(NUMBER_PARTS)
 

@@ -15,10 +15,11 @@ from fabricamp.callbacks._screens import Track, _LiveScreen
 @pytest.fixture
 def live(monkeypatch, tmp_path):
     """Builds a live screen of a given width over a file that takes itself for a terminal."""
-    screens = []
+    screens, files = [], []
 
     def build(width, **options):
         file = (tmp_path / "screen").open("w", encoding="utf-8")
+        files.append(file)
         console = Console(file=file, force_terminal=True, width=width, color_system="truecolor", **options)
         monkeypatch.setattr(rich, "_console", console)
         screens.append(_LiveScreen(0.25))
@@ -27,6 +28,8 @@ def live(monkeypatch, tmp_path):
     yield build
     for screen in screens:
         screen.close(keep=False)
+    for file in files:
+        file.close()
 
 
 def track(label="epoch 3/10", done=120, total=450, seconds=3.5):

@@ -157,6 +157,8 @@ def test_a_raise_in_the_first_call(error):
     assert precision.forward(net, x()).dtype is precision.forward(net.blocks[1].linear, x()).dtype is torch.float32
 
 
+# A checkpoint in a checkpoint: the inner one's input has no gradient while the outer one computes without any.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False, None])
 def test_recomputation_of_what_a_later_step_calls_first(outer, inner):

@@ -360,16 +360,16 @@ def test_edits_of_shown_gradients_count(how):
 def test_sums_keep_what_half_would_lose():
     # 2048 + 1 = 2048 in half; the weight's gradient is the sum of the inputs.
     module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 0.5)
     precision = OptLevel("O2", loss_scale=1.0)
     optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=1.0), accumulate=3)
-    before = module.weight.float().item()
     optimizer.zero_grad()
     for value in (2048.0, 1.0, 1.0):
         loss = precision.forward(lambda x: module(x).sum(), torch.tensor([[value]]))
         precision.backward(loss)
         add_up(precision, optimizer)
     precision.step(optimizer)
-    assert optimizer.param_groups[0]["params"][0].item() == before - 2050
+    assert optimizer.param_groups[0]["params"][0].item() == 0.5 - 2050
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
