@@ -444,7 +444,7 @@ def test_apex_361_closures_with_a_constant_scale(level):
             scaled_loss.backward()
         return loss
 
-    losses = [float(optimizer.step(closure)) for _ in range(4)]
+    losses = [float(optimizer.step(closure).detach()) for _ in range(4)]
     assert losses[-1] < losses[0]
 
 
