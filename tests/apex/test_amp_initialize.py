@@ -270,6 +270,7 @@ def test_transformers_11173_methods_other_than_forward_take_fp32():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # inputs are data
 def test_checkpointed_parts_run_again_as_they_ran(use_reentrant):
     class Checkpointed(Net):
         def forward(self, x):

@@ -79,9 +79,9 @@ def mixed(name, device):
     return table.get(name, (half, full))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:reduction. 'mean' divides"
-)  # of kl_div, which is called with what it takes by default
+# Of kl_div and grid_sample, which are called with what they take by default.
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.filterwarnings("ignore:Default grid_sample and affine_grid behavior")
 @pytest.mark.parametrize(("place", "name"), FP32, ids=ids(FP32))
 def test_half_is_computed_in_fp32(place, name, device):
     function = getattr(MODULES[place], name)

@@ -113,6 +113,7 @@ def test_recurrent_networks(kind, bidirectional, batch_first):
     assert all(one.grad is not None for one in net.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_output_size_projects_where_it_can():
     assert RNN.LSTM(3, 4, 1, output_size=2)(torch.zeros(5, 1, 3))[0].shape == (5, 1, 2)
     output, (hidden, cell) = RNN.mLSTM(3, 4, 2, output_size=2)(torch.zeros(5, 1, 3))

@@ -28,6 +28,9 @@ NOT_THESE = {
 }
 
 
+# Lightning's own words about programs of its users.
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")
+@pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not in the checkpoint")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_THESE])
 def test_a_program_with_lightnings_objects_prints_what_lightning_printed(name, tmp_path, monkeypatch):
     if name in FOLLOWS_NOISE and not torch_computes_the_same():
@@ -97,6 +100,8 @@ def pair(steps):
     return type(steps.__name__, (steps, pl.LightningModule), {}), type(steps.__name__, (steps, TrainingModule), {})
 
 
+# The first steps at O1 overflow and are skipped: torch says so to who calls a schedule, as with its own GradScaler.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize("steps", [Steps, ByHand])
 def test_training_is_that_of_a_module_of_ours(steps, precision):
@@ -275,6 +280,7 @@ def test_the_modules_dtype_is_that_of_its_weights(precision, within, behind):
     assert (module.dtype, module.net[0].weight.dtype) == (behind, behind)
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")  # Lightning's own
 def test_a_checkpoint_goes_from_one_to_the_other_and_back(tmp_path):
     kind = pair(Steps)[0]
     module, trainer = kind(lr=0.03), quiet_trainer(max_epochs=1)

@@ -68,7 +68,7 @@ def programs():
         yield pytest.param(name, marks=[*marks, *[pytest.mark.slow] * (name in STARTS_PROCESSES)])
 
 
-@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("name", list(programs()))
 def test_prints_what_lightning_printed(name):
     if name in FOLLOWS_NOISE and not torch_computes_the_same():
         pytest.skip(
