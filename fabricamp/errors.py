@@ -29,6 +29,10 @@ class CheckpointError(FabricampError, RuntimeError):
     """A checkpoint that cannot be written, read or used for what was asked."""
 
 
+class MissingCheckpointError(CheckpointError, ValueError):
+    """No checkpoint is there to be taken as the best or the last; it is a ValueError too."""
+
+
 class NonFiniteError(FabricampError, RuntimeError):
     """Gradients are inf or nan, and training cannot or must not continue."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint import Candidates, places, read_header, read_together
-from fabricamp.errors import CheckpointError, ConfigError, FabricampError
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError
 from fabricamp.launch import restarts
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
 
     "last" is the furthest checkpoint of this run (or of the runs before it, where their folders are beside this one's) that
     every rank can read; "auto" the same, or None where there is none; "best" what the first ModelCheckpoint holds to be the
-    best.  A path stays what it is.  Raises :class:`CheckpointError` where nothing is found, or nothing that can be read.
+    best.  A path stays what it is.  Raises :class:`MissingCheckpointError` where nothing is found, and :class:`CheckpointError`
+    where nothing of it can be read.
     """
     if ckpt_path not in _WORDS:
         alone = not trainer.strategy.heals
@@ -44,8 +45,29 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     else:
         place, checkpoint = _furthest(trainer, ckpt_path)
     if not place and ckpt_path != "auto":
-        raise CheckpointError(f"ckpt_path={ckpt_path!r}: {_nothing_found(trainer, ckpt_path)}")
+        raise MissingCheckpointError(f"ckpt_path={ckpt_path!r}: {_nothing_found(trainer, ckpt_path)}")
     return place or None, checkpoint
+
+
+def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:
+    """Returns the file that ``entry_point`` loads where it was given neither a module nor a ckpt_path.
+
+    It is the best of the first ModelCheckpoint, the newest where nothing is monitored.  Raises
+    :class:`MissingCheckpointError` where there is none.
+    """
+    callback = trainer.checkpoint_callback
+    if callback is not None and callback.best_model_path:
+        return callback.best_model_path
+    if trainer.fast_dev_run:
+        why = f"fast_dev_run={int(trainer.fast_dev_run)} saves none"
+    elif callback is None:
+        why = "this Trainer has no ModelCheckpoint"
+    else:
+        why = f"{type(callback).__name__} has saved nothing that it could call the best"
+    raise MissingCheckpointError(
+        f"trainer.{entry_point}() without a module loads the best checkpoint of the last fit, and there is none: {why}; pass the "
+        f"module to take its weights as they are, trainer.{entry_point}(module), or name a file, ckpt_path='last' or a path"
+    )
 
 
 def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
 
+_LOG = logging.getLogger("fabricamp")
+
 
 class Notices:
     """Tells of one run; says nothing on other ranks, nor where both progress bar and model summary are switched off."""
@@ -47,12 +50,19 @@ class Notices:
         if self._session.settings.max_epochs != 1 and not self._trainer.fast_dev_run:
             self.say(*_workers_of(loader))
 
-    def weights(self) -> None:
-        """Which file an evaluation takes its weights from, where it was given one."""
+    def weights(self, *, chosen: bool) -> None:
+        """Which file an evaluation takes its weights from, if it takes them from one; ``chosen``: nobody named it."""
         checkpoint = self._session.checkpoint
-        if checkpoint is not None:
-            step = checkpoint.get("global_step")
-            self.say(f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}"))
+        if checkpoint is None:
+            return
+        step = checkpoint.get("global_step")
+        line = f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}")
+        if not chosen:
+            self.say(line)
+        elif self._trainer.is_global_zero:
+            # Also where bar and summary are switched off: the module has other weights than its training ended with.
+            name = self._session.fn.value
+            _LOG.info("%s: the best of the last fit (%s(module) or ckpt_path='last' takes others)", line, name)
 
     def end(self) -> None:
         """Why a fit ended, and which checkpoint to take; that of a trial run is known."""

@@ -334,14 +334,14 @@ class Session:
 
     # -- evaluation as an entry point --------------------------------------------------------------------------------------------
 
-    def evaluate(self, *, verbose: bool = False, keep: bool = False) -> Any:
-        """Runs ``validate``, ``test`` or ``predict``, and returns what that returns."""
+    def evaluate(self, *, verbose: bool = False, keep: bool = False, chosen: bool = False) -> Any:
+        """Runs ``validate``, ``test`` or ``predict``, and returns what that returns; ``chosen``: nobody named the checkpoint."""
         kind = KINDS[self.fn]
         loop, feeds = self.evaluation_loop(kind)
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
-        self.notices.weights()
+        self.notices.weights(chosen=chosen)
         outputs = loop.run(feeds, keep=keep)
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import math
 import operator
 import re
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
+from fabricamp.say_once import say_once
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange, elements_of
 from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
@@ -42,7 +44,8 @@ class DDP(ProcessGroupStrategy):
     The options are torch's.  The bits are those of a hand-written ``DistributedDataParallel(model)`` with the same options.
 
     Args:
-        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed if there are any.
+        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed if there are any.  With
+            manual optimization it changes nothing: there they are fine without.
         static_graph: the loss reaches the same parameters in every step.
         gradient_as_bucket_view: gradients are views of what is exchanged, which saves a copy of them.
         bucket_cap_mb: how much is exchanged at once; None is torch's own (25 MB after a first bucket of 1 MB).
@@ -250,12 +253,19 @@ class DDP(ProcessGroupStrategy):
 
     def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
         if not automatic:
-            given = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "comm_hook")
+            if self.find_unused_parameters and self.rank == 0:
+                # Most GANs for Lightning ask for it, as its wrapper needs it there; the result is the same without.
+                say_once(
+                    "find_unused_parameters=True changes nothing with automatic_optimization=False: parameters without gradients "
+                    "are fine there",
+                    logging.INFO,
+                )
+            given = ("static_graph", "gradient_as_bucket_view", "comm_hook")
             refused = [name for name in given if getattr(self, name)]
             if refused:
                 raise ConfigError(
                     f"strategy=DDP({', '.join(refused)}) with automatic_optimization=False: that belongs to torch's "
-                    "wrapper, which manual optimization does without (missing gradients are fine there); leave it out"
+                    "wrapper, which manual optimization does without; leave it out"
                 )
         elif self.static_graph and accumulates:
             raise ConfigError(

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
+from fabricamp.callbacks._ckpt_path import best_of_last_fit
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted
 from fabricamp.engine.forward_pass import forward_train_batches
@@ -238,9 +239,11 @@ class Trainer(TrainerProperties):
         """Runs the validation loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module; None: that of the last run.
+            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
+                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
+                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
             **unknown: refused, with the argument that is meant.
@@ -260,9 +263,11 @@ class Trainer(TrainerProperties):
         """Runs the test loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module; None: that of the last run.
+            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
+                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
+                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
             **unknown: refused, with the argument that is meant.
@@ -282,11 +287,13 @@ class Trainer(TrainerProperties):
         """Returns the outputs of ``predict_step`` on all ranks, batch by batch; for several loaders a list each.
 
         Args:
-            model: the module; None: that of the last run.
+            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
             datamodule: a :class:`DataModule` in place of loaders.
             return_predictions: False returns None, for a callback that writes them.
-            ckpt_path: the checkpoint to load the weights from; None leaves them as they are.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
+                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
+                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
             **unknown: refused, with the argument that is meant.
         """
         refuse_unknown_data("predict", unknown)
@@ -305,7 +312,12 @@ class Trainer(TrainerProperties):
     ) -> Any:
         """Runs one entry point, in this process or in workers; the four above are its faces."""
         runner = self._runner
+        module_given = module is not None
         module, source = runner.check_call(fn, module, train, evaluation, datamodule)
+        if not module_given and ckpt_path is None:
+            # Before workers start: they are given the module and this file.
+            ckpt_path = best_of_last_fit(self, fn.value)
+            options["chosen"] = True
         if Tuner(self).searches_for_lightnings(module, source):
             return None
         result = None

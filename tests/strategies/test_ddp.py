@@ -241,7 +241,7 @@ def check_refusals():
     with pytest.raises(ConfigError, match="accumulate_grad_batches"):
         strategy.no_sync()
     strategy.teardown()
-    for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"comm_hook": fp16_compress_hook}):
+    for options in ({"static_graph": True}, {"comm_hook": fp16_compress_hook}):
         strategy = started(**options)
         with pytest.raises(ConfigError, match=f"{next(iter(options))}.*automatic_optimization=False"):
             strategy.wrap_module(net, net.training_step, automatic=False)
