@@ -51,7 +51,8 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         self.batch_size = batch_size
         self._max_tokens = max_tokens
         self._group = group
-        self._shuffle = shuffle
+        self.shuffle = shuffle
+        """Whether each epoch has an order of its own."""
         self._drop_last = drop_last
         self._seed = seed
         self._epoch = 0
@@ -104,7 +105,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
     def _batches(self) -> list[list[int]]:
         count = len(self.lengths)
         generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
-        order = _permuted(count, generator) if self._shuffle else list(range(count))
+        order = _permuted(count, generator) if self.shuffle else list(range(count))
         samples = self._group * (
             self.batch_size or max(1, (self._max_tokens or 1) * count // max(sum(self.lengths), 1))
         )
@@ -113,7 +114,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
             batches += self._cut(sorted(order[first : first + samples], key=self.lengths.__getitem__))
         if self._drop_last and self.batch_size is not None:
             batches = [one for one in batches if len(one) == self.batch_size]
-        if not self._shuffle:
+        if not self.shuffle:
             return batches
         return [batches[place] for place in _permuted(len(batches), generator)]
 

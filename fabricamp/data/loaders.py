@@ -56,7 +56,8 @@ def wire_loader(
     process draws the order that the loader's own sampler would; several share the one of ``DistributedSampler`` with ``seed``.
     Evaluation on several ranks reads in order, samples dealt out one by one, or ``in_batches``. Any other loader is used as it
     is, which is said once where ranks could read the same data. With ``distributed_sampler`` False every rank reads the whole
-    dataset; with ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch. ``per_sample_seed``
+    dataset. With ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch: a DataLoader with a
+    sampler of its own is rebuilt too, and :class:`ConfigError` raised for one that may shuffle and cannot be. ``per_sample_seed``
     seeds each sample that is trained on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not
     rebuilt. The data of a :class:`ResidentLoader` come to ``device``. ``at_once``: how many batches may be read together. Where
     there are several ranks ``from_first`` returns the first one's value on each of them: a run that one process began goes on in
@@ -67,6 +68,8 @@ def wire_loader(
         return loader.map(functools.partial(wire_loader, **options))
     place, places = (rank, world_size) if distributed_sampler else (0, 1)
     sampler = _plain_sampler(loader)
+    if sampler is None and overfit:
+        sampler = _in_order(loader, overfit, speaks=rank == 0)
     if sampler is None:
         if per_sample_seed and train:
             raise ConfigError(
@@ -136,6 +139,41 @@ def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
     if type(sampler) not in {RandomSampler, SequentialSampler} or not hasattr(loader.dataset, "__len__"):
         return None
     return sampler if len(sampler.data_source) == len(loader.dataset) else None
+
+
+def _in_order(loader: Any, overfit: float, *, speaks: bool) -> SequentialSampler | None:
+    """What reads ``loader`` in the order of its dataset, in place of a sampler of its own; None where it does not shuffle.
+
+    Raises :class:`ConfigError` for a loader that may shuffle and cannot be rebuilt.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+        return None
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(batches, LengthGroups):
+        if batches.shuffle:
+            raise ConfigError(_refusal(overfit, "LengthGroups(shuffle=True)"))
+        return None
+    if type(batches) is BatchSampler:
+        sampler = batches.sampler
+    elif batches is not None:
+        raise ConfigError(_refusal(overfit, f"{type(batches).__name__}, a batch sampler of its own,"))
+    if type(sampler) is SequentialSampler:
+        return None
+    if type(loader) is not DataLoader or not hasattr(dataset, "__len__"):
+        raise ConfigError(_refusal(overfit, _kind(loader)))
+    if speaks:
+        say_once(
+            f"overfit_batches reads {_kind(loader)} in the order of its dataset, without its {type(sampler).__name__}"
+        )
+    return SequentialSampler(dataset)
+
+
+def _refusal(overfit: float, what: str) -> str:
+    return (
+        f"overfit_batches={overfit!r} reads the same batches in each epoch, and {what} may shuffle them; give torch's DataLoader "
+        "with batch_size and shuffle=False, or limit_train_batches and limit_val_batches"
+    )
 
 
 def _train_sampler(

@@ -9,7 +9,7 @@ import torch
 
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.placing import placed_weights
-from fabricamp.data import draw_a_pass, release_workers
+from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.compiled import step_of
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
@@ -320,6 +320,9 @@ class Session:
         if self._validation is None:
             self._validation = self.evaluation_loop("validation")
         loop, feeds = self._validation
+        if self.data.validates_on_training:
+            for loader in self.data.evaluation_loaders("val"):
+                set_epoch(loader, self.trainer.state.epoch)  # samples with seeds of their own are drawn as in the steps
         self.metrics.clear_evaluation()
         self.moments.begin_validation()
         self.trainer.state.stage = RunningStage.VALIDATING

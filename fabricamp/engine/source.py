@@ -87,6 +87,7 @@ class DataSource:
         self._state = state
         self._asked_in = self._epoch_to_ask_in
         self._train_loader: Any = None
+        self._asked_for_train: Any = None  # as it was given or made, before it is wired
         self._num_training_batches: float | None = None
         self._feeds: list[tuple[Any, Feed]] = []
         self.train_feed: Feed | None = None
@@ -101,6 +102,7 @@ class DataSource:
             loader = self._ask("train")
             if loader is None:
                 raise ConfigError(f"there is nothing to train on: {self.what_to_write('train', 'train_dataloaders')}")
+            self._asked_for_train = loader
             loader = self._wire(combine(loader), train=True)
             length = loader_length(loader, "train_dataloaders")
             length = limit_batches(length, self._settings.limit_train_batches, "limit_train_batches")
@@ -172,13 +174,26 @@ class DataSource:
                     "fabricamp: val_dataloaders are given, but %s has no validation_step: nothing is validated",
                     type(self._module).__name__,
                 )
-            if found is not None and name == "val" and self._settings.overfit_batches:
-                found = self._ask("train")
+            if found is not None and name == "val" and self.validates_on_training:
+                self._evaluation[name] = self._training_again()
+                return self._evaluation[name]
             label = "val_dataloaders" if name == "val" else "dataloaders"
             loaders, self._collections[name] = self._wired_apart(found, in_batches=name == "predict")
             lengths = [limit_batches(loader_length(one, label), limit, f"limit_{name}_batches") for one in loaders]
             self._evaluation[name] = loaders, lengths
         return self._evaluation[name]
+
+    @property
+    def validates_on_training(self) -> bool:
+        """Whether a validation has the batches of the steps, and not those of its own loaders."""
+        return bool(self._settings.overfit_batches) and self._source.fn is TrainerFn.FITTING
+
+    def _training_again(self) -> tuple[list[Any], list[float]]:
+        """A second loader like the one to train on, and its number of batches; a validation is a pass of its own."""
+        length = self.num_training_batches  # has made the loader to train on, if it was not there yet
+        loader = self._wire(combine(self._asked_for_train), train=True)
+        self._collections["val"] = loader.iterables if isinstance(loader, CombinedLoader) else loader
+        return [loader], [length]
 
     def _wired_apart(self, found: Any, *, in_batches: bool) -> tuple[list[Any], Any]:
         """Returns the loaders to evaluate on one by one, and the same in the collection that they came in."""
@@ -260,7 +275,7 @@ class DataSource:
         self._asked_in = self._epoch_to_ask_in
         if self._source.given("train") is None:
             self._let_go(self._train_loader)
-            self._train_loader = self.train_feed = self._num_training_batches = None
+            self._train_loader = self._asked_for_train = self.train_feed = self._num_training_batches = None
         if self._source.given("val") is None or self._settings.overfit_batches:
             self._let_go(*self._evaluation.pop("val", ([], []))[0])
         return True
@@ -347,7 +362,7 @@ class DataSource:
             world_size=world_size,
             seed=global_seed(),
             distributed_sampler=self._settings.use_distributed_sampler,
-            overfit=self._settings.overfit_batches,
+            overfit=self._settings.overfit_batches if train else 0,
             per_sample_seed=train and self._settings.per_sample_seed,
             device=self._strategy.device,
             in_batches=in_batches,

@@ -64,7 +64,8 @@ class Trainer(TrainerProperties):
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
         fast_dev_run: a trial of so many batches (True: 1) of each kind, without logs, checkpoints and sanity check.
-        overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in the loader's order.
+        overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in each epoch: nothing
+            is shuffled, and ``validation_step`` gets what ``training_step`` got.
         val_check_interval: validates after so many batches (int), or after each such share of an epoch (float).  By default 1.0.
             Also by words such as "100 steps, 1 epoch, 30 min", or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
         check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.

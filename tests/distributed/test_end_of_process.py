@@ -125,9 +125,10 @@ def threads_left_by(name):
     gc.disable()
     trainer = quiet_trainer(devices=2, max_steps=3, **options)
     before = threads()
-    trainer.fit(module(), loader(32), loader(8))
+    trained = module()
+    trainer.fit(trained, loader(32), loader(8))
     after = threads()
-    trainer.validate(dataloaders=loader(8))
+    trainer.validate(trained, loader(8))
     return before, after, threads()
 
 

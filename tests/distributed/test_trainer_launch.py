@@ -252,7 +252,7 @@ def test_what_workers_did_comes_back_to_the_caller(method, tmp_path):
     if method == "spawn":  # a spawned worker takes seconds to start
         return
     expected = alone.validate(twin, loader(7, 2), verbose=False)[0]
-    again = trainer.validate(dataloaders=loader(7, 2), verbose=False)[0]
+    again = trainer.validate(module, loader(7, 2), verbose=False)[0]
     assert again["val_loss"] == pytest.approx(expected["val_loss"], abs=2e-3)
     if method == "fork":
         tested = trainer.test(module, loader(7, 2), ckpt_path="best", verbose=False)[0]
