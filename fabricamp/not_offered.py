@@ -137,6 +137,25 @@ def lightnings(value: object) -> str | None:
     return f"{kind.__name__} is Lightning's, of {bases[0].__module__}, and is not known here (docs/from-lightning.md)"
 
 
+def is_lightnings(value: object) -> bool:
+    """Whether ``value`` is of a class of Lightning itself, or of one derived from it."""
+    return any(one.__module__.split(".")[0] in _LIGHTNING for one in type(value).__mro__)
+
+
+def mixed_with_lightnings_trainer(callback: str) -> str:
+    """Returns what to say where fabricamp's ``callback``, the name of a class, was given to a Trainer of Lightning."""
+    home = importlib.import_module("fabricamp.callbacks")
+    own = "fabricamp.callbacks" if callback in home.__all__ else "fabricamp"
+    theirs = sys.modules.get("lightning.pytorch.callbacks") or sys.modules.get("pytorch_lightning.callbacks")
+    other = ""
+    if theirs is not None and hasattr(theirs, callback):
+        other = f", or {callback} of Lightning: from {theirs.__name__} import {callback}"
+    return (
+        f"{callback} of {own} was given to Lightning's Trainer, and a run is of one package; change the import of the Trainer: "
+        f"from fabricamp import Trainer (and of the module: LightningModule){other}"
+    )
+
+
 def refuse_import(name: str) -> None:
     """Raises :class:`ModuleNotFoundError` where ``name``, which nobody has found, is one of these."""
     words = words_for(name)

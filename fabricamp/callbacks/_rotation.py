@@ -17,6 +17,7 @@ class Kept:
 
     ``files`` are those that rotation may remove, oldest first; ``scores`` those among them that are in the top k, best first,
     with what the monitor said; ``last`` is what ``save_last`` maintains, ``spare`` the one that it replaced.
+    ``current`` is what the monitor said of the file that was ranked last.
     """
 
     files: tuple[str, ...] = ()
@@ -24,6 +25,7 @@ class Kept:
     best: str = ""
     last: str = ""
     spare: str = ""
+    current: float | None = None
 
     def ranks(self, score: float, top_k: int, mode: str) -> bool:
         """Whether a file with ``score`` would be among the best ``top_k`` (-1: all are); nan is worse than anything."""
@@ -37,7 +39,8 @@ class Kept:
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
         ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _order(item[1], mode))
-        return replace(self, files=files, scores=dict(ranked if top_k < 0 else ranked[:top_k]), best=ranked[0][0])
+        top = dict(ranked if top_k < 0 else ranked[:top_k])
+        return replace(self, files=files, scores=top, best=ranked[0][0], current=score)
 
     def surplus(self, top_k: int) -> tuple[str, ...]:
         """The files that may go: not in the top k and not among the newest."""
@@ -50,9 +53,9 @@ class Kept:
         files = tuple(file for file in self.files if file not in gone)
         scores = {file: score for file, score in self.scores.items() if file not in gone}
         best = self.best if self.best not in gone else next(iter((*scores, *files[-1:])), "")
-        return Kept(
-            files, scores, best, "" if self.last in gone else self.last, "" if self.spare in gone else self.spare
-        )
+        last = "" if self.last in gone else self.last
+        spare = "" if self.spare in gone else self.spare
+        return replace(self, files=files, scores=scores, best=best, last=last, spare=spare)
 
     def renamed(self, old: str, new: str) -> Kept:
         """With ``old`` under the name ``new``."""
@@ -77,6 +80,7 @@ class Kept:
             "best_model_path": self.best,
             "last_model_path": self.last,
             "spare": self.spare,
+            "current_score": self.current,
         }
 
     @staticmethod
@@ -85,7 +89,15 @@ class Kept:
         scores = {str(path): float(score) for path, score in state["best_k_models"].items()}
         best = str(state["best_model_path"])
         listed = state.get("files", list(scores) or [best] * bool(best))
-        return Kept(tuple(listed), scores, best, str(state["last_model_path"]), str(state.get("spare", "")))
+        current = state.get("current_score")
+        return Kept(
+            files=tuple(listed),
+            scores=scores,
+            best=best,
+            last=str(state["last_model_path"]),
+            spare=str(state.get("spare", "")),
+            current=None if current is None else float(current),
+        )
 
 
 def _order(score: float, mode: str) -> float:

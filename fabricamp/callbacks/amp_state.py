@@ -49,6 +49,7 @@ class AmpState(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Takes note of the run."""
+        super().setup(trainer, pl_module, stage)
         self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fabricamp.errors import ConfigError
 from fabricamp.keywords import NamesKeywords
+from fabricamp.not_offered import is_lightnings, mixed_with_lightnings_trainer
 from fabricamp.registry import Registry
 from fabricamp.state import NON_FINITE
 
@@ -57,6 +59,9 @@ class Callback(NamesKeywords):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """First of all; ``stage`` is "fit", "validate", "test" or "predict"."""
+        # Lightning calls this for every callback, and our Trainer only what overrides it.
+        if is_lightnings(trainer) and (own := _own_class(type(self))):
+            raise ConfigError(mixed_with_lightnings_trainer(own))
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """The last hook of a run."""
@@ -222,8 +227,16 @@ def decides_by_metrics(callback: Callback) -> bool:
     return getattr(callback, "monitors", None) is True
 
 
+def _own_class(kind: type) -> str:
+    """The name of fabricamp's callback that ``kind`` is or derives from; nothing for one on the bare base: it may suit anybody."""
+    ours = (one for one in kind.__mro__ if issubclass(one, Callback) and one is not Callback)
+    return next((one.__name__ for one in ours if one.__module__.startswith("fabricamp.")), "")
+
+
 def ends_everywhere(trainer: Trainer, exception: BaseException) -> bool:
     """Whether training was ended by what ends it behind the same step on all ranks: Ctrl-C, a signal or a ``nan_policy``."""
+    if is_lightnings(trainer):  # which calls on_exception for what setup raised
+        return False
     stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
     return stopped and trainer.state.fitting
 

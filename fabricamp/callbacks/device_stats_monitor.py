@@ -40,6 +40,7 @@ class DeviceStatsMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises where nobody would take the values, or they cannot be had."""
+        super().setup(trainer, pl_module, stage)
         if stage == "predict":
             return
         if stage == "fit" and trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:

@@ -165,6 +165,7 @@ class BaseFinetuning(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Freezes, before a fit."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         if trainer.current_epoch == 0 or self._module() is not pl_module:

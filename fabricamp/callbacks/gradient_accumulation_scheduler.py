@@ -50,6 +50,7 @@ class GradientAccumulationScheduler(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Hands the schedule to the fit."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             trainer.accumulation_schedule = self.scheduling
 

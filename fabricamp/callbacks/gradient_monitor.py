@@ -52,6 +52,7 @@ class GradientMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises where nobody would take the values."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit" or trainer.fast_dev_run:
             return
         if not trainer.loggers:

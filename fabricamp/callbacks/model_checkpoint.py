@@ -21,6 +21,7 @@ from fabricamp.callbacks.base import Callback, ends_everywhere
 from fabricamp.checkpoint import places
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.views import score_tensor
+from fabricamp.not_offered import is_lightnings
 
 if TYPE_CHECKING:
     import os
@@ -132,6 +133,11 @@ class ModelCheckpoint(Callback):
         return score_tensor(self._kept.scores.get(self._kept.best))
 
     @property
+    def current_score(self) -> Tensor | None:
+        """What ``monitor`` was at the file that was saved last for it."""
+        return score_tensor(self._kept.current)
+
+    @property
     def best_k_models(self) -> dict[str, Tensor]:
         """The top k, best first, with their scores."""
         return {
@@ -209,6 +215,7 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Decides the folder, the same on every rank."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._judged_step = -1
@@ -291,7 +298,8 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
-        if not (ends_everywhere(trainer, exception) or (self.save_on_exception and trainer.state.fitting)):
+        saves = self.save_on_exception and not is_lightnings(trainer) and trainer.state.fitting
+        if not (saves or ends_everywhere(trainer, exception)):
             return
         if self._saved_step != trainer.global_step:
             self._save(trainer, ranked=False)

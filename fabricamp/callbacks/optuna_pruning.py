@@ -49,6 +49,7 @@ class OptunaPruning(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """In a process that was forked: a connection to the storage of its own."""
+        super().setup(trainer, pl_module, stage)
         if self._process != os.getpid():
             self._trial, self._process = pickle.loads(pickle.dumps(self._trial)), os.getpid()  # noqa: S301 - made here
 

@@ -89,6 +89,7 @@ class BasePredictionWriter(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises before anything is predicted that nobody would write."""
+        super().setup(trainer, pl_module, stage)
         if stage != "predict":
             return
         due = {"write_on_batch_end": self.interval.on_batch, "write_on_epoch_end": self.interval.on_epoch}

@@ -88,6 +88,7 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Starts anew."""
+        super().setup(trainer, pl_module, stage)
         self._close(keep=False)
         self._stage = stage
 

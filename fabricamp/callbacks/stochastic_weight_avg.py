@@ -112,6 +112,7 @@ class StochasticWeightAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Begins anew with each fit."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             refuse_several(self, trainer.callbacks)
             self._forget()

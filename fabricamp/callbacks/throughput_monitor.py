@@ -76,6 +76,7 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises where nobody would take the values."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("ThroughputMonitor needs a logger: Trainer(logger=True), or leave the callback out")
 

@@ -97,6 +97,7 @@ class WeightAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Begins anew with each fit."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         refuse_several(self, trainer.callbacks)

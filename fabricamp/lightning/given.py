@@ -37,7 +37,8 @@ _FINDINGS: Final = {
     "callbacks.EarlyStopping": ("best_score", "stopped_epoch", "wait_count"),
     "callbacks.LearningRateFinder": ("optimal_lr",),
     "callbacks.ModelCheckpoint": (
-        "best_k_models", "best_model_path", "best_model_score", "dirpath", "kth_best_model_path", "kth_value", "last_model_path",
+        "best_k_models", "best_model_path", "best_model_score", "current_score", "dirpath", "kth_best_model_path", "kth_value",
+        "last_model_path",
     ),
     "callbacks.Timer": ("start_time", "end_time", "time_elapsed", "time_remaining"),
     "loggers.CometLogger": ("_experiment", "_experiment_key"),

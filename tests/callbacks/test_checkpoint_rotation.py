@@ -31,9 +31,13 @@ def test_the_best_k_and_the_newest_two_stay(make_trainer, make, folder, mode, si
     checkpoint = make(monitor="x", mode=mode, save_top_k=2, filename="{x:.0f}", auto_insert_metric_name=False)
     trainer = make_trainer(checkpoint).start()
     seen = []
+    current = []
+    assert checkpoint.current_score is None
     for value in (5.0, 4.0, 9.0, 3.0, float("nan"), 2.0):
         trainer.epoch(x=sign * value)
         seen.append([abs(int(name[:-5])) for name in names(folder)])
+        current.append(checkpoint.current_score.item() * sign)
+    assert current == [5, 4, 4, 3, 3, 2], "the score of the file that was saved last, as in Lightning"
     assert [sorted(one) for one in seen] == [[5], [4, 5], [4, 5], [3, 4], [3, 4], [2, 3]]
     assert checkpoint.best_model_path == str(folder / f"{2 * sign}.ckpt")
     assert checkpoint.best_model_score.item() == 2 * sign
@@ -269,6 +273,7 @@ def test_lightning_s_state_is_understood(folder):
     )
     assert checkpoint.best_model_path == "/a/best.ckpt"
     assert checkpoint.kth_value.item() == pytest.approx(0.7)
+    assert checkpoint.current_score.item() == pytest.approx(0.7)
 
 
 def test_the_state_key_tells_callbacks_apart_and_another_pace_is_accepted():

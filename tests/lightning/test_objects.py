@@ -398,6 +398,7 @@ def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, capsys):
     assert ours.best_model_path
     assert checkpoint.best_model_path == ours.best_model_path
     assert checkpoint.best_model_score == ours.best_model_score
+    assert checkpoint.current_score == ours.current_score is not None
     assert checkpoint.best_k_models.keys() == ours.best_k_models.keys()
     assert logger.log_dir == trainer.logger.log_dir == str(tmp_path / "csv" / "version_0")
     assert stopping.wait_count == trainer.early_stopping_callback.wait_count
