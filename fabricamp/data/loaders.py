@@ -146,9 +146,9 @@ def _in_order(loader: Any, overfit: float, *, speaks: bool) -> SequentialSampler
 
     Raises :class:`ConfigError` for a loader that may shuffle and cannot be rebuilt.
     """
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
+    dataset: Any = loader.dataset
     batches, sampler = loader.batch_sampler, loader.sampler
     if isinstance(batches, LengthGroups):
         if batches.shuffle:

@@ -68,6 +68,7 @@ class Runner:
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
+        self._earlier_lengths: dict[TrainerFn, dict[str, Any]] = {}
         self.device_indices = device_indices
         self._given_callbacks = given_callbacks
         self._default_callbacks = default_callbacks
@@ -83,7 +84,21 @@ class Runner:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last run, whose threads and loops stay in their process."""
-        return {**self.__dict__, "session": None}
+        return {**self.__dict__, "session": None, "_earlier_lengths": self._lengths()}
+
+    def take_session(self, session: Session) -> None:
+        """Has ``session`` in place of the last run's, whose numbers of batches stay known."""
+        self._earlier_lengths = self._lengths()
+        self.session = session
+
+    def lengths(self, fn: TrainerFn) -> dict[str, Any]:
+        """The numbers of batches in the running, or last, run of an entry point; empty where there was none."""
+        return self._lengths().get(fn, {})
+
+    def _lengths(self) -> dict[TrainerFn, dict[str, Any]]:
+        if self.session is None:
+            return self._earlier_lengths
+        return {**self._earlier_lengths, self.session.fn: self.session.data.lengths()}
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
         """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last.
@@ -139,7 +154,8 @@ class Runner:
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Takes this process's place and makes a session, whose parts are given back however it ends."""
-        self.session = session = self._enter(fn, module, source)
+        session = self._enter(fn, module, source)
+        self.take_session(session)
         with (
             reported(self.trainer, fn, module),
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),

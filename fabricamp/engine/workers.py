@@ -45,7 +45,7 @@ def start_workers(
     session.record.restore(outcome["sections"], "what the workers sent back", *_SECTIONS)
     session.data.take_lengths(outcome["lengths"])
     session.metrics.take_published(outcome["metrics"], outcome["metrics"])
-    runner.session = session
+    runner.take_session(session)
     detach(session.attachment, source)
     hand_back((*runner.trainer.callbacks, *runner.trainer.loggers))
     return outcome["result"]

@@ -13,7 +13,7 @@ from fabricamp.hooks import overrides
 from fabricamp.launch.accelerators import Accelerator, accelerator_of
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
-from fabricamp.state import RunningStage, RunState, TrainerStatus
+from fabricamp.state import RunningStage, RunState, TrainerFn, TrainerStatus
 from fabricamp.trainer.limits import TrainerLimits
 from fabricamp.trainer.loops import EvaluationLoop, FitLoop, PredictionLoop
 
@@ -304,8 +304,12 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_training_batches(self) -> float:
-        """The number of micro-batches in an epoch on this rank; infinity for a loader without a length."""
-        return self._opened.data.num_training_batches
+        """The number of micro-batches in an epoch on this rank, of the last fit in other runs; infinity where it is not known."""
+        session = self._runner.session
+        if session is not None and session.fn is TrainerFn.FITTING:
+            return session.data.num_training_batches
+        length: float | None = self._runner.lengths(TrainerFn.FITTING).get("train")
+        return float("inf") if length is None else length
 
     @property
     def is_last_batch(self) -> bool:
@@ -314,23 +318,33 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The number of validation batches, one per loader."""
-        return self._opened.data.evaluation_lengths("val")
+        """The number of validation batches, one per loader: within ``validate`` and after it that run's, else the last fit's."""
+        session = self._runner.session
+        fn = TrainerFn.VALIDATING if session is not None and session.fn is TrainerFn.VALIDATING else TrainerFn.FITTING
+        return self._num_batches("val", fn)
 
     @property
     def num_test_batches(self) -> list[float]:
         """The number of test batches, one per loader."""
-        return self._opened.data.evaluation_lengths("test")
+        return self._num_batches("test", TrainerFn.TESTING)
 
     @property
     def num_predict_batches(self) -> list[float]:
         """The number of batches to predict, one per loader."""
-        return self._opened.data.evaluation_lengths("predict")
+        return self._num_batches("predict", TrainerFn.PREDICTING)
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """The number of validation batches that are run before training, one per loader."""
-        return [min(self.num_sanity_val_steps, length) for length in self.num_val_batches]
+        return [min(self.num_sanity_val_steps, length) for length in self._num_batches("val", TrainerFn.FITTING)]
+
+    def _num_batches(self, name: str, fn: TrainerFn) -> list[float]:
+        """The numbers of batches of ``name`` in the running, or last, run of ``fn``, one per loader."""
+        session = self._runner.session
+        if session is not None and session.fn is fn:
+            return session.data.evaluation_lengths(name)
+        found: list[float] = self._runner.lengths(fn).get(name, [])
+        return found
 
     @property
     def estimated_stepping_batches(self) -> float:

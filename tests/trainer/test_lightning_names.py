@@ -25,16 +25,12 @@ class Asks(Classifier):
         "should_stop", "testing", "training", "val_check_interval", "validating", "world_size",
     )  # fmt: skip
 
-    OF_TRAINING = ("estimated_stepping_batches", "num_training_batches")
-
     def __init__(self):
         super().__init__()
         self.seen = {}
 
     def _ask(self, step):
-        # A test has nothing to train on.
-        names = [one for one in self.NAMES if step != "test" or one not in self.OF_TRAINING]
-        self.seen.setdefault(step, {name: getattr(self.trainer, name) for name in names})
+        self.seen.setdefault(step, {name: getattr(self.trainer, name) for name in self.NAMES})
 
     def training_step(self, batch, batch_idx):
         self._ask("train")
@@ -90,8 +86,6 @@ def test_the_trainer_answers(tmp_path):
             "training": False,
             "current_epoch": 2,
             "global_step": 4,
-            "num_val_batches": [],
-            "num_sanity_val_batches": [],
         },
     }
     assert len(trainer.test_dataloaders) == 2
