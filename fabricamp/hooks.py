@@ -56,7 +56,7 @@ The validation.  ``validate``, ``test`` and ``predict`` have the same by their n
         on_validation_batch_end (c, m)
     on_validation_epoch_end (c, m)
     on_validation_end (c, m)
-    on_validation_model_train (m)
+    on_validation_model_train (m)               not in ``predict``
 
 An exception, Ctrl-C included, calls ``on_exception`` (c) and then ``teardown``.
 """
@@ -234,10 +234,6 @@ class ModuleHooks:
     def on_predict_model_eval(self) -> None:
         """Switches to evaluation."""
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
-
-    def on_predict_model_train(self) -> None:
-        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
-        self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""

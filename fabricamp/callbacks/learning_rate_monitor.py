@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
+_ANY = "any"
+"""The interval of an optimizer without a scheduler, whose rate hooks may change: it is logged with epochs and with steps."""
+
 
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, as used by the logged step.
@@ -26,7 +29,7 @@ class LearningRateMonitor(Callback):
     several groups, or the scheduler's ``name``.  The values are in ``trainer.callback_metrics`` too, and can be monitored.
 
     Args:
-        logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: steps).
+        logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: both).
         log_momentum: logs ``...-momentum`` too.
         log_weight_decay: logs ``...-weight_decay`` too.
         log_key_prefix: stands before each name.
@@ -94,7 +97,7 @@ class LearningRateMonitor(Callback):
         for name, own_interval, optimizer in self._name_optimizers(
             trainer
         ):  # as it is now: averaging may put in its own
-            if self.logging_interval is not None or own_interval == interval:
+            if self.logging_interval is not None or own_interval in (interval, _ANY):
                 values.update(self._values(name, optimizer))
         if values:
             self.last_values.update(values)
@@ -119,7 +122,7 @@ class LearningRateMonitor(Callback):
         ]
         bare = [other for other in trainer.optimizers if not any(other is optimizer for optimizer, _, _ in scheduled)]
         taken: set[str] = set()
-        for optimizer, given, interval in [*scheduled, *((other, None, "step") for other in bare)]:
+        for optimizer, given, interval in [*scheduled, *((other, None, _ANY) for other in bare)]:
             self._check_group_names(optimizer)
             base = self.log_key_prefix + (given or f"lr-{type(optimizer).__name__}")
             name, number = base, 0

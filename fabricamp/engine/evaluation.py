@@ -164,7 +164,8 @@ class EvaluationLoop:
 
     def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
         name = f"on_{self._kind}_model_train"
-        if overrides(self._module, name, ModuleHooks):
+        # As in Lightning a prediction has no such hook.
+        if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
             getattr(self._module, name)()
         else:
             _set_modes(modes)

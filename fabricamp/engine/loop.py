@@ -295,6 +295,9 @@ class FitLoop:
         validate = cast("Callable[[], bool]", self.parts.validate)
         if self.update.window_state() is None:
             self.parts.module.on_validation_model_zero_grad()
+        # Callbacks of the validation see what the last step has logged; it waits for that step, once a validation.
+        self.metrics.drain()
+        self.metrics.reduce_steps(self.state.global_step)
         self.state.batch = None
         cut_short = validate()
         if not cut_short:

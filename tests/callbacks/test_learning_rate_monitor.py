@@ -88,7 +88,7 @@ def test_epochs(start):
     assert [step for step, _ in logged(trainer)] == [0, 15]
 
 
-@pytest.mark.parametrize(("interval", "steps"), [("step", [9, 19]), ("epoch", [0, 12]), (None, [9, 19])])
+@pytest.mark.parametrize(("interval", "steps"), [("step", [9, 19]), ("epoch", [0, 12]), (None, [0, 9, 12, 19])])
 def test_an_optimizer_without_scheduler(start, interval, steps):
     trainer = start(LearningRateMonitor(interval), [adam()])
     for _ in range(2):
@@ -174,3 +174,26 @@ def test_a_wrong_interval_is_refused():
         LearningRateMonitor("steps")
     with pytest.raises(ConfigError, match="log_momentum='no'.*True or False"):
         LearningRateMonitor(log_momentum="no")
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "rows"),
+    [
+        (None, 2, [0, 1, 3, 4, 5, 7]),
+        (None, 3, [0, 2, 4, 5]),
+        (None, 50, [0, 4]),
+        ("step", 2, [1, 3, 5, 7]),
+        ("epoch", 2, [0, 4]),
+    ],
+)
+def test_without_a_scheduler_the_rows_are_lightnings(interval, every, rows):
+    """The steps of the rows are those that Lightning 2.6 wrote: of epochs and of steps where no interval is chosen."""
+    recorder = Recorder()
+    quiet_trainer(
+        max_epochs=2,
+        log_every_n_steps=every,
+        logger=recorder,
+        callbacks=LearningRateMonitor(interval),
+        limit_train_batches=4,
+    ).fit(Classifier(), loader())
+    assert [step for step, values in recorder.rows if "lr-SGD" in values] == rows
