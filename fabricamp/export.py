@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,9 +148,35 @@ def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.E
     given = given if isinstance(given, tuple) else (given,)
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     given = tuple(one.cpu().to(dtype) if one.is_floating_point() else one.cpu() for one in given)
+    _try(module, given)
     batches: Any = tuple({0: torch.export.Dim.AUTO} if one.ndim else None for one in given)
     with torch.no_grad():
         return torch.export.export(module, given, dynamic_shapes=batches)
+
+
+def _try(module: TrainingModule, given: tuple[Tensor, ...]) -> None:
+    """Calls ``forward``; raises :class:`ConfigError` where it does not take what was given."""
+    try:
+        with torch.no_grad():
+            module(*given)
+    except Exception as error:
+        taken = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
+        example = module.example_input_array
+        fits = "" if example is None else f", such as its example_input_array: {_shapes(example)}"
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{taken} does not take an input of {_shapes(given)}: {reason}; give each input's sizes as the module takes them{fits} "
+            "(--input 2,3,224,224, once for each)"
+        ) from error
+
+
+def _shapes(given: Any) -> str:
+    """The sizes of tensors as --input has them, with their dtypes."""
+    tensors = given if isinstance(given, tuple) else (given,)
+    return " and ".join(
+        f"{','.join(map(str, one.shape)) or 'no dimensions'} ({str(one.dtype).removeprefix('torch.')})"
+        for one in tensors
+    )
 
 
 def _write_weights(file: Path, suffix: str, weights: dict[str, Any]) -> None:

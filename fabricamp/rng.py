@@ -20,6 +20,7 @@ _LOG = logging.getLogger(__name__)
 _SEED = "FABRICAMP_GLOBAL_SEED"
 _LIGHTNINGS_SEED = "PL_GLOBAL_SEED"
 _WORKERS = "FABRICAMP_SEED_WORKERS"
+_LIGHTNINGS_WORKERS = "PL_SEED_WORKERS"
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _LARGEST_SEED = 2**32 - 1
 """NumPy's limit."""
@@ -28,11 +29,14 @@ _LARGEST_SEED = 2**32 - 1
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seeds Python, NumPy and torch (every device) and returns the seed; processes started from here on share it.
 
-    Without ``seed``: the one shared before, else 0.  With ``workers`` the loaders' workers draw other numbers on each rank.
+    Without ``seed``: the one shared before, or that of the variable ``PL_GLOBAL_SEED``, else 0.  With ``workers`` the loaders'
+    workers draw other numbers on each rank.  Lightning's variables ``PL_GLOBAL_SEED`` and ``PL_SEED_WORKERS`` are set too.
     """
     seed = global_seed() if seed is None else _checked(seed, "seed_everything(seed)")
-    os.environ[_SEED] = str(seed)
-    os.environ[_WORKERS] = str(int(workers))
+    for name in (_SEED, _LIGHTNINGS_SEED):
+        os.environ[name] = str(seed)
+    for name in (_WORKERS, _LIGHTNINGS_WORKERS):
+        os.environ[name] = str(int(workers))
     _seed_all(seed)
     if verbose:
         _LOG.info("seed set to %d", seed)

@@ -118,6 +118,14 @@ def test_onnx_gives_what_the_module_gives():
     assert torch.allclose(torch.from_numpy(y), module(x), atol=1e-5)
 
 
+class Knows(Net):
+    """Says what it takes."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.example_input_array = torch.zeros(2, 8)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -133,6 +141,21 @@ def test_onnx_gives_what_the_module_gives():
         (["w.pt2", "--module", f"{__name__}.Nett"], 2, "has no 'Nett'; did you mean 'Net'?"),
         (["w.pt2", "--module", f"{__name__}.Net"], 2, "give their shapes (--input 2,3,224,224)"),
         (["w.pt2", "--module", f"{__name__}.Net", "--input", "4x8"], 2, "--input 4x8: write sizes with commas"),
+        (
+            ["w.pt2", "--module", f"{__name__}.Net", "--input", "4,9"],
+            2,
+            "Net.forward(x) does not take an input of 4,9 (float32): mat1 and mat2 shapes cannot be multiplied (4x9 and 8x",
+        ),
+        (
+            ["w.pt2", "--module", f"{__name__}.Net", "--input", "4,8", "--input", "4"],
+            2,
+            "Net.forward(x) does not take an input of 4,8 (float32) and 4 (float32): ",
+        ),
+        (
+            ["w.pt2", "--module", f"{__name__}.Knows", "--input", "9"],
+            2,
+            "give each input's sizes as the module takes them, such as its example_input_array: 2,8 (float32) (--input",
+        ),
         (["nowhere/w.pt"], 1, "nowhere/w.pt cannot be written"),
     ],
 )

@@ -27,7 +27,13 @@ from fabricamp.rng import (
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
-    for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"):
+    for name in (
+        "FABRICAMP_GLOBAL_SEED",
+        "FABRICAMP_SEED_WORKERS",
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+        "CUBLAS_WORKSPACE_CONFIG",
+    ):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with isolate_rng():
@@ -176,3 +182,14 @@ def test_lightnings_variable_is_the_seed_until_one_is_set(monkeypatch):
     assert seed_everything() == 23
     monkeypatch.setenv("FABRICAMP_GLOBAL_SEED", "4")
     assert global_seed() == 4
+
+
+@pytest.mark.parametrize("workers", [True, False])
+def test_lightnings_variables_are_set_and_read(workers, monkeypatch):
+    """Libraries, and processes of Lightning's, look there for the seed of the run."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "23")
+    assert seed_everything(verbose=False) == 23
+    seed_everything(5, workers=workers, verbose=False)
+    assert os.environ["PL_GLOBAL_SEED"] == "5"
+    assert os.environ["PL_SEED_WORKERS"] == str(int(workers))
+    assert seed_everything(verbose=False) == 5

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint import Candidates, places, read_header, read_together
-from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError, nearest
 from fabricamp.launch import restarts
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("fabricamp")
 _WORDS = ("auto", "best", "last")
+_EVALUATED = ("best", "last")
 
 
 def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | None, dict[str, Any] | None]:
@@ -31,6 +32,7 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     where nothing of it can be read.
     """
     if ckpt_path not in _WORDS:
+        _refuse_a_misspelt_word(trainer, ckpt_path)
         alone = not trainer.strategy.heals
         if ckpt_path is None and alone and trainer.state.fitting and trainer.local_rank == 0 and restarts():
             _LOG.warning("fabricamp: torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
@@ -47,6 +49,15 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     if not place and ckpt_path != "auto":
         raise MissingCheckpointError(f"ckpt_path={ckpt_path!r}: {_nothing_found(trainer, ckpt_path)}")
     return place or None, checkpoint
+
+
+def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
+    """Raises where ``ckpt_path`` is no path that is there, and nearly one of the words."""
+    if ckpt_path is None or places.is_remote(ckpt_path) or Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix:
+        return
+    words = _WORDS if trainer.state.fitting else _EVALUATED
+    if (hint := nearest(ckpt_path, words)) and not places.exists(ckpt_path):
+        raise MissingCheckpointError(f"ckpt_path={ckpt_path!r} is not there{hint}")
 
 
 def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:

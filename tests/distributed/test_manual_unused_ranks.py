@@ -64,7 +64,9 @@ def test_it_gives_the_bits_of_a_run_without_it_and_says_so_once(precision):
         weights = {}
         for name, strategy in STRATEGIES.items():
             module = Adversaries()
-            quiet_trainer(strategy=strategy(), devices="auto", max_epochs=1, precision=precision).fit(module, loader(32))
+            quiet_trainer(strategy=strategy(), devices="auto", max_epochs=1, precision=precision).fit(
+                module, loader(32)
+            )
             weights[name] = [one.tolist() for one in module.parameters()]
         return weights, [line for line in heard.lines if "find_unused_parameters" in line]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from fabricamp import CheckpointError, ConfigError
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.errors import MissingCheckpointError
 from fabricamp.loggers import CSVLogger
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -321,3 +323,23 @@ def test_a_restart_that_begins_anew_is_told(count, ckpt_path, said, tmp_path, mo
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     fit(2, tmp_path, ckpt_path=ckpt_path)
     assert ("torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on" in caplog.text) is said
+
+
+@pytest.mark.parametrize(("given", "meant"), [("bst", "best"), ("lats", "last"), ("Best", "best"), ("autoo", "auto")])
+def test_a_misspelt_word_is_named(given, meant, tmp_path):
+    with pytest.raises(MissingCheckpointError, match=f"ckpt_path='{given}' is not there; did you mean '{meant}'"):
+        fit(4, tmp_path, ckpt_path=given)
+
+
+def test_a_path_that_looks_like_a_word_is_a_path(tmp_path, monkeypatch):
+    _, trainer = fit(2, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path(trainer.checkpoint_callback.best_model_path).rename("bst")
+    assert fit(4, tmp_path, ckpt_path="bst")[1].ckpt_path == "bst"
+    for path in ("bests/bst", "bst.ckpt", "weights"):  # a folder, a suffix, nothing near
+        with pytest.raises(CheckpointError) as caught:
+            fit(4, tmp_path, ckpt_path=path)
+        assert "did you mean 'best'" not in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.validate(Classifier(), loader(4), ckpt_path="autoo")
+    assert "did you mean" not in str(caught.value), "'auto' is for fit"
