@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fabricamp.apex._extensions import amp_C, apex_C
 from fabricamp.apex._multi_tensor.lists import TensorListError
@@ -117,29 +119,81 @@ def test_unscale_l2norm_changes_nothing(device, flag):
 # -- the scale ------------------------------------------------------------------------------------------------------------------
 
 
-def hysteresis_by_hand(scale, growth, left, bad):
-    if bad:
+def rounded(value):
+    """``value`` in fp32 as a kernel built with fast math leaves it: rounded once, and 0 where it is subnormal."""
+    single = torch.tensor(value, dtype=DOUBLE).float().item()
+    return single if abs(single) >= torch.finfo(FULL).smallest_normal else 0.0
+
+
+def hysteresis_by_hand(before, found, growth_factor, backoff_factor, interval, hysteresis):
+    """The rule for (scale, growth tracker, hysteresis tracker), one branch after the other, in Python's doubles."""
+    scale, growth, left = before
+    if found:
         left -= 1
-        return (scale, 0, left) if left > 0 else (scale * 0.5, 0, left)
-    growth += 1
-    if growth == 3:
-        scale, growth = scale * 2.0 if math.isfinite(scale * 2.0) else scale, 0
-    return scale, growth, 2
+        if left > 0:
+            return scale, 0, left
+        return rounded(rounded(scale) * backoff_factor), 0, left
+    if growth + 1 < interval:
+        return scale, growth + 1, hysteresis
+    grown = rounded(rounded(scale) * growth_factor)
+    return (grown if math.isfinite(grown) else scale), 0, hysteresis
 
 
-def test_scale_with_hysteresis():
-    scale, growth, left = (
-        torch.tensor([16.0]),
-        torch.zeros(1, dtype=torch.int32),
-        torch.full((1,), 2, dtype=torch.int32),
+def trackers(scale, growth, left, shape=(1,)):
+    return (
+        torch.full(shape, scale, dtype=FULL),
+        torch.full(shape, growth, dtype=torch.int32),
+        torch.full(shape, left, dtype=torch.int32),
     )
-    expected = (16.0, 0, 2)
-    for bad in [0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1]:
-        found = torch.tensor([float(bad)])
-        returned = amp_C.update_scale_hysteresis(scale, growth, left, found, 2.0, 0.5, 3, 2)
-        assert returned is scale
-        expected = hysteresis_by_hand(*expected, bad)
-        assert (scale.item(), growth.item(), left.item()) == expected
+
+
+def run_hysteresis(state, finds, *rule, shape=(1,)):
+    """Calls the function for each of ``finds``; compares it with the rule after each call."""
+    expected = tuple(tensor.item() for tensor in state)
+    for call, found in enumerate(finds):
+        returned = amp_C.update_scale_hysteresis(*state, torch.full(shape, float(found)), *rule)
+        expected = hysteresis_by_hand(expected, found, *rule)
+        assert returned is state[0]
+        assert tuple(tensor.item() for tensor in state) == expected, (call, rule)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    finds=st.lists(st.booleans(), max_size=40),
+    scale=st.floats(2.0**-126, torch.finfo(FULL).max, width=32),
+    growth_factor=st.floats(1.0, 10.0),
+    backoff_factor=st.floats(2.0**-70, 1.0),
+    interval=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+    shape=st.sampled_from([(), (1,)]),
+)
+def test_scale_with_hysteresis(finds, scale, growth_factor, backoff_factor, interval, hysteresis, shape):
+    state = trackers(scale, 0, hysteresis, shape)
+    run_hysteresis(state, finds, growth_factor, backoff_factor, interval, hysteresis, shape=shape)
+
+
+@pytest.mark.parametrize("backoff_factor", [0.5, 0.25])
+def test_scale_backs_off_to_zero_and_stays_there(backoff_factor):
+    """One overflow after the other takes it through every power of two: none of them is subnormal."""
+    for overflows in range(100, 160):
+        state = trackers(1024.0, 0, 3)
+        run_hysteresis(state, [True] * overflows + [False] * 10, 2.0, backoff_factor, 5, 3)
+
+
+def test_tensors_of_the_scale_may_differ_in_shape():
+    scale, growth, left = torch.tensor(16.0), torch.zeros(1, dtype=torch.int32), torch.tensor(1, dtype=torch.int32)
+    amp_C.update_scale_hysteresis(scale, growth, left, torch.ones(1), 2.0, 0.5, 3, 2)
+    assert (scale.item(), growth.item(), left.item()) == (8.0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [(math.nan, (8.0, 0, 3)), (-1.0, (8.0, 0, 4)), (math.inf, (16.0, 0, 2))]
+)
+def test_what_is_found_may_be_any_number(found, expected):
+    """Only a positive number counts against the hysteresis, and only one that is not positive restores it."""
+    state = trackers(16.0, 1, 3)
+    amp_C.update_scale_hysteresis(*state, torch.tensor([found]), 2.0, 0.5, 3, 4)
+    assert tuple(tensor.item() for tensor in state) == expected
 
 
 def test_scale_never_grows_to_inf():

@@ -235,15 +235,28 @@ def update_scale_hysteresis(
 ) -> Tensor:
     """Returns ``current_scale``, changed in place with both trackers: it backs off once overflows have used ``hysteresis`` up.
 
-    The scale may go down to 0, and never grows to inf.
+    The scale goes down to 0, never to a subnormal number, and never grows to inf.  Only a positive ``found_inf`` uses hysteresis
+    up; nan, and what is negative, back off at once.
     """
-    bad = found_inf.reshape(growth_tracker.shape) > 0
-    left = hysteresis_tracker - bad.to(hysteresis_tracker.dtype)
-    grown = current_scale * growth_factor
-    count = growth_tracker + 1
-    due = ~bad & (count == growth_interval)
-    kept = torch.where(due & torch.isfinite(grown), grown, current_scale)
-    current_scale.copy_(torch.where(bad & (left <= 0), current_scale * backoff_factor, kept))
-    growth_tracker.copy_(torch.where(bad | due, torch.zeros_like(count), count))
-    hysteresis_tracker.copy_(torch.where(bad, left, torch.full_like(left, hysteresis)))
+    scale, growth, left = (one.view(()) for one in (current_scale, growth_tracker, hysteresis_tracker))
+    found = found_inf.view(())
+    overflow = found > 0
+    left.sub_(overflow.to(left.dtype))
+    waits = overflow & (left > 0)
+    backs_off = (found != 0) & ~waits
+    clean = found == 0
+    count = growth + 1
+    due = clean & (count == growth_interval)
+    grown = _product(scale, growth_factor)
+    scale.copy_(torch.where(due & torch.isfinite(grown), grown, scale))
+    scale.copy_(torch.where(backs_off, _product(scale, backoff_factor), scale))
+    growth.copy_(torch.where(clean & ~due, count, 0))
+    left.copy_(torch.where(found <= 0, hysteresis, left))
     return current_scale
+
+
+def _product(scale: Tensor, factor: float) -> Tensor:
+    """``scale * factor`` as apex's kernel computes it: in fp64, rounded once; built with fast math, it takes subnormals for 0."""
+    smallest = torch.finfo(torch.float32).smallest_normal
+    product = (torch.where(scale.abs() < smallest, 0.0, scale).double() * factor).float()
+    return torch.where(product.abs() < smallest, 0.0, product)
