@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places
-from fabricamp.errors import ConfigError
+from fabricamp.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +27,27 @@ class Plan:
     def make_room(self) -> None:
         """Before the new file is written."""
         for old, new in self.moves:
-            copy_checkpoint(old, new)
+            _name_again(copy_checkpoint, old, new)
 
     def rotate(self, *, link: bool) -> None:
         """Once the new file is verified: brings the last one up to date and removes what may go."""
         if self.last and self.last != self.target:
-            (link_checkpoint if link else copy_checkpoint)(self.target, self.last)
+            _name_again(link_checkpoint if link else copy_checkpoint, self.target, self.last)
         for path in self.remove:
             try:
                 places.remove(path)
             except OSError as error:
                 reason = error.strerror or error
                 warnings.warn(f"cannot remove the old checkpoint {path}: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _name_again(give_name: Callable[[str, str], None], old: str, new: str) -> None:
+    """Gives the file at ``old`` another name; a file that somebody has removed meanwhile, with its folder, needs none."""
+    try:
+        give_name(old, new)
+    except (CheckpointError, FileNotFoundError):
+        if places.exists(old):
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

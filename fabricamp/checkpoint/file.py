@@ -10,7 +10,7 @@ import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 
@@ -30,7 +30,11 @@ CHECKSUM = "checksum"
 _SEALED = "sealed:"
 """How that digest begins in a file whose members have one too; earlier files have none."""
 
+ATTEMPTS = 5
+"""How often a checkpoint is written while somebody removes its folder each time."""
+
 _Path = str | os.PathLike[str]
+Value = TypeVar("Value")
 
 
 def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
@@ -148,7 +152,20 @@ def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> 
         ) from error
 
 
+def again_where_removed(write: Callable[[], Value]) -> Value:
+    """Returns what ``write`` does, which makes the folder that it writes into; runs it again where that is removed meanwhile."""
+    for _ in range(ATTEMPTS - 1):
+        # Of a folder that goes away while it is made, Path.mkdir(exist_ok=True) says that it exists.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            return write()
+    return write()
+
+
 def _place_here(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
+    again_where_removed(lambda: _write_beside(target, fill, private=private))
+
+
+def _write_beside(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
     with _partial_file(target.parent, private=private) as (name, file):

@@ -19,7 +19,7 @@ import torch
 
 from fabricamp.checkpoint import places
 from fabricamp.checkpoint.content import PRIVATE, TENSORS, check_content
-from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.file import ATTEMPTS, again_where_removed, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.places import PARTIAL_SUFFIX
 from fabricamp.checkpoint.shards import (
     METADATA,
@@ -75,16 +75,28 @@ def write_parts(
             f"cannot write checkpoint {place}: a sharded one is written into a folder of this machine, or one that all machines "
             "have mounted (ModelCheckpoint(dirpath=...))"
         )
-    writing = _Writing(Path(place), private=bool(rest.get(PRIVATE)))
-    try:
-        folder = Path(strategy.on_rank_zero(lambda: str(writing.begin(rest))))
-        strategy.agree(_problem(place, lambda: write_shards(folder, shards, strategy.group)))
-        files = strategy.on_rank_zero(lambda: files_of(folder))
-        own = _of_rank(strategy)
-        strategy.agree(_problem(place, lambda: check_shards(folder, files, own)))
-        strategy.on_rank_zero(lambda: writing.end(rest, files))
-    finally:
-        writing.close()
+    for attempt in range(1, ATTEMPTS + 1):
+        writing = _Writing(Path(place), private=bool(rest.get(PRIVATE)))
+        try:
+            _write_once(writing, rest, shards, strategy)
+        except CheckpointError:
+            # All ranks are here with the same error: what cannot be written is not tried again.
+            if attempt == ATTEMPTS or not strategy.on_rank_zero(writing.removed):
+                raise
+        else:
+            return
+        finally:
+            writing.close()
+
+
+def _write_once(writing: _Writing, rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy) -> None:
+    place = str(writing.target)
+    folder = Path(strategy.on_rank_zero(lambda: str(writing.begin(rest))))
+    strategy.agree(_problem(place, lambda: write_shards(folder, shards, strategy.group)))
+    files = strategy.on_rank_zero(writing.files)
+    own = _of_rank(strategy)
+    strategy.agree(_problem(place, lambda: check_shards(folder, files, own)))
+    strategy.on_rank_zero(lambda: writing.end(rest, files))
 
 
 def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
@@ -154,36 +166,65 @@ class _Writing:
     """Rank 0's part of writing a folder; on other ranks it is never begun."""
 
     def __init__(self, target: Path, *, private: bool) -> None:
-        self._target = target
+        self.target = target
         self._private = private
         self._open = contextlib.ExitStack()
         self._container = target
         self._folder = target
+        self._handle: int | None = None  # of the folder: another one of its name is told from it
         self._ended = False
 
     def begin(self, rest: dict[str, Any]) -> Path:
         """Returns the new folder that tensors are written into."""
         check_content(rest, stored=True)
-        with _writable(self._target):
-            self._container = self._open.enter_context(_container(self._target, private=self._private))
-            self._folder = self._container / f"shards-{secrets.token_hex(8)}"
-            self._folder.mkdir()
-            self._open.callback(self._remove)
+        with _writable(self.target):
+            return again_where_removed(self._make_folder)
+
+    def _make_folder(self) -> Path:
+        self._open.close()
+        self._container = self._open.enter_context(_container(self.target, private=self._private))
+        self._folder = self._container / f"shards-{secrets.token_hex(8)}"
+        self._folder.mkdir()
+        self._open.callback(self._remove)
+        self._close_handle()
+        self._handle = os.open(self._folder, os.O_RDONLY)
         return self._folder
+
+    def files(self) -> dict[str, int]:
+        """Returns the names and sizes of the files that the ranks have written."""
+        with _writable(self.target):
+            return files_of(self._folder)
 
     def end(self, rest: dict[str, Any], files: dict[str, int]) -> None:
         """Puts the checkpoint in its place, which all ranks have written and looked at."""
-        with _writable(self._target):
+        with _writable(self.target):
             sync(self._folder)
             shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
             write_checkpoint(self._container / places.STATE, {**rest, SHARDS: shards})
             self._ended = True
             self._open.close()
-            _remove_others(self._target, self._folder.name)
+            _remove_others(self.target, self._folder.name)
+        if self.removed():  # before state.pt was written, for which the folder around both was made again
+            raise CheckpointError(
+                f"cannot write checkpoint {self.target}: somebody has removed it while it was written"
+            )
+
+    def removed(self) -> bool:
+        """Whether somebody has removed the folder since it was made, be there another of its name (DCP makes one) or not."""
+        if self._handle is None:
+            return False
+        names = [self._folder, self.target / self._folder.name]  # before the container has its name, and behind
+        return not any(name.is_dir() and os.path.samestat(name.stat(), os.fstat(self._handle)) for name in names)
 
     def close(self) -> None:
         """Removes what was not ended."""
         self._open.close()
+        self._close_handle()
+
+    def _close_handle(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
 
     def _remove(self) -> None:
         if not self._ended:
@@ -207,14 +248,16 @@ def _container(target: Path, *, private: bool) -> Iterator[Path]:
     try:
         with _locked(new):
             yield new
-            sync(new)
-            if (new / places.STATE).exists():
+            complete = (new / places.STATE).exists()
+            if complete:
+                sync(new)
                 if target.is_symlink():
                     target.unlink()
                 new.rename(target)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    sync(target.parent)
+    if complete:
+        sync(target.parent)
 
 
 @contextlib.contextmanager

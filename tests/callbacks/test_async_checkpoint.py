@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fabricamp import Callback, CheckpointError
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, _lineage, async_checkpoint
+from fabricamp.checkpoint import file as checkpoint_file
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.loggers import CSVLogger
 from fabricamp.ops.shards import local
@@ -179,6 +181,53 @@ def test_ctrl_c_saves_what_the_write_in_flight_did_not(make_trainer, folder, dis
 
 def test_it_travels_to_workers(folder):
     assert pickle.loads(pickle.dumps(AsyncCheckpoint(folder))).dirpath == str(folder)
+
+
+class Removes(Callback):
+    """Removes the folder at some step, as a user does who makes room."""
+
+    def __init__(self, folder, step):
+        self.folder, self.step = folder, step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            shutil.rmtree(self.folder, ignore_errors=True)  # a write beside training may make a file meanwhile
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
+@pytest.mark.parametrize("moment", ["before", "create", "fsync", "verify", "sync"])
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+def test_a_folder_that_is_removed_in_the_run_is_made_again(folder, kind, moment, save_last, monkeypatch):
+    """Between the steps, or at any moment of a write: the state has been copied, and the file has no name yet, or has it."""
+    calls = []
+
+    def removing(real):
+        def call(*args, **options):
+            calls.append(moment)
+            if len(calls) == 3:
+                shutil.rmtree(folder)
+            return real(*args, **options)
+
+        return call
+
+    owner, name = {
+        "before": (None, ""),
+        "create": (checkpoint_file, "create"),
+        "fsync": (os, "fsync"),
+        "verify": (checkpoint_file, "_verify"),
+        "sync": (checkpoint_file, "sync"),
+    }[moment]
+    if owner is not None:
+        monkeypatch.setattr(owner, name, removing(getattr(owner, name)))
+    others = [Removes(folder, 5)] if moment == "before" else []
+    checkpoint = kind(folder, every_n_train_steps=2, save_top_k=-1, monitor="step", mode="max", save_last=save_last)
+    trainer = quiet_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[*others, checkpoint])
+    trainer.fit(Classifier(), loader(32))
+    assert moment == "before" or len(calls) > 3
+    assert checkpoint.best_model_path == str(folder / "epoch=0-step=8.ckpt")
+    assert read_checkpoint(checkpoint.best_model_path)["global_step"] == 8
+    if save_last:
+        assert read_checkpoint(checkpoint.last_model_path)["global_step"] == 8
 
 
 class Disturbs(Callback):

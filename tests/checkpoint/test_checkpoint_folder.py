@@ -5,14 +5,24 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places, read_checkpoint, read_header, write_together
+from fabricamp.checkpoint import (
+    copy_checkpoint,
+    folder,
+    link_checkpoint,
+    places,
+    read_checkpoint,
+    read_header,
+    write_together,
+)
 from fabricamp.checkpoint.folder import read_rest, write_folder
 from fabricamp.checkpoint.placing import placed_weights
 from fabricamp.errors import CheckpointError, ConfigError
@@ -157,6 +167,47 @@ def test_abandoned_folders_are_removed_and_those_of_a_living_writer_are_not(stat
     written(tmp_path / "a.ckpt", state)
     os.close(handle)
     assert sorted(one.name for one in tmp_path.iterdir()) == [living.name, "a.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (folder, "write_shards"),
+        (folder, "files_of"),
+        (folder, "write_checkpoint"),
+        (folder, "sync"),
+        (filesystem.FileSystem, "rename"),
+    ],
+)
+@pytest.mark.parametrize("stood", [False, True])
+def test_a_folder_that_is_removed_while_it_is_written_is_made_again(state, tmp_path, monkeypatch, owner, name, stood):
+    place = tmp_path / "files"
+    if stood:
+        written(place / "a.ckpt", {**state, "global_step": 1})
+    real, calls = getattr(owner, name), []
+
+    def removing(*args, **options):
+        calls.append(name)
+        if len(calls) == 1:
+            shutil.rmtree(place)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, removing)
+    check(read_checkpoint(written(place / "a.ckpt", state)))
+    assert len(calls) > 1
+    assert [one.name for one in place.iterdir()] == ["a.ckpt"]
+
+
+def test_a_folder_that_is_removed_each_time_is_an_error(state, tmp_path, monkeypatch):
+    real = folder.write_shards
+
+    def removing(*args, **options):
+        real(*args, **options)
+        shutil.rmtree(tmp_path / "files")
+
+    monkeypatch.setattr(folder, "write_shards", removing)
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        written(tmp_path / "files" / "a.ckpt", state)
 
 
 def damaged_in(shards, name):
