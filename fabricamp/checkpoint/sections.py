@@ -72,7 +72,6 @@ class Weights(Section):
         if self.strategy.checkpoint_form == "folder":
             checkpoint = placed_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
-        self.module.zero_grad()  # of an earlier run, for other weights
 
 
 def restore_weights(

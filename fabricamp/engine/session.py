@@ -106,6 +106,9 @@ class Session:
     def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
         """Brings everything up to, not including, ``on_fit_start``; ``checkpoint`` is ``ckpt_path``'s where it was read already."""
         self.checkpoint = checkpoint
+        if self.fn is TrainerFn.FITTING:
+            # Those of an earlier fit, which may have failed in the middle of a window, are no part of this one's sums.
+            self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)

@@ -7,6 +7,7 @@ import torch
 
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.optimizers import FusedSGD
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -185,3 +186,55 @@ def test_a_module_whose_fit_failed_goes_on_as_a_new_one_does(place, tmp_path):
     again = fitted(trainer, module, "last")
     straight = fitted(new_trainer(tmp_path / "straight"), TwoHalves())
     assert all(map(torch.equal, again, straight))
+
+
+class FailsInAWindow(Classifier):
+    """Steps behind ``every`` micro-batches; raises once behind the backward pass of the fifth one."""
+
+    def __init__(self, every, fails=True, *, automatic=False, fused=False):
+        super().__init__()
+        self.automatic_optimization, self.every, self.fused = automatic, every, fused
+        self.left = 5 if fails else 0
+
+    def configure_optimizers(self):
+        return (FusedSGD if self.fused else torch.optim.SGD)(self.parameters(), lr=0.1)
+
+    def on_after_backward(self):
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("the fifth")
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.every == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return None
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("automatic", "every", "again", "fused"),
+    [
+        (False, 1, "same trainer", False),
+        (False, 3, "new trainer", True),
+        (True, 1, "new trainer", False),
+        (True, 3, "same trainer", True),
+    ],
+)
+def test_after_a_failed_fit_the_next_one_begins_without_gradients(precision, automatic, every, again, fused):
+    def new_trainer():
+        options = {"accumulate_grad_batches": every} if automatic else {}
+        return quiet_trainer(max_epochs=2, precision=precision, **options)
+
+    module, trainer = FailsInAWindow(every, automatic=automatic, fused=fused), new_trainer()
+    with pytest.raises(ValueError, match="the fifth"):
+        trainer.fit(module, loader(24))
+    new = FailsInAWindow(every, fails=False, automatic=automatic, fused=fused)
+    new.load_state_dict(module.state_dict())
+    (trainer if again == "same trainer" else new_trainer()).fit(module, loader(24))
+    new_trainer().fit(new, loader(24))
+    assert all(map(torch.equal, module.parameters(), new.parameters()))
