@@ -202,6 +202,11 @@ class RunState:
         self.status = TrainerStatus.INTERRUPTED
 
     @property
+    def failed(self) -> bool:
+        """Whether an exception has ended it, in the middle of anything."""
+        return self.status is TrainerStatus.INTERRUPTED and not self.interrupted
+
+    @property
     def fitting(self) -> bool:
         """Whether ``fit`` trains, or validates within its epochs."""
         return self.fn is TrainerFn.FITTING and self.stage in (RunningStage.TRAINING, RunningStage.VALIDATING)

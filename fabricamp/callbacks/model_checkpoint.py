@@ -46,7 +46,8 @@ class ModelCheckpoint(Callback):
         save_last: True also keeps the newest as ``last.ckpt`` (and the one before, if no other file holds it, as
             ``last-previous.ckpt``); "link" keeps a symbolic link to it.
         save_top_k: how many of the best are kept; -1 all, 0 none; without ``monitor`` 1, 0 or -1.
-        save_on_exception: also writes a checkpoint at an exception (one process only).
+        save_on_exception: also writes a checkpoint at an exception (one process only).  Half a step, validation or hook may be in
+            it: a run that goes on from it is told that it need not equal one without the exception.
         save_weights_only: saves the weights only: a run cannot be resumed from it.
         mode: "min" or "max": which value of ``monitor`` is better.
         auto_insert_metric_name: writes ``epoch=1`` and not ``1`` for ``{epoch}``.

@@ -13,6 +13,7 @@ from fabricamp.arguments.checks import check_choice
 from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import (
+    BEGUN,
     batches_behind,
     begin,
     end_workers,
@@ -165,7 +166,7 @@ class CombinedPass:
         # Before anything is opened: a pass that begins within its order makes its loader shorter until its first batch.
         self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
         # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in, and nothing else.
-        opened = [one for one in sources if one.entered.get("batches") or not (one.ended or self._sequential)]
+        opened = [one for one in sources if one.stands_within or not (one.ended or self._sequential)]
         for source in opened:
             source.open()
         for source in opened:  # whose first batches come when all are open
@@ -223,6 +224,8 @@ class _Source:
         self._given = self._unread = 0
         self._told: dict[str, Any] = {}
         self._batches: Iterator[Any] | None = None
+        self._first: list[Any] = []  # the batch that a begun round has to give first, where reading it draws
+        self._begins_round = False  # whether the batch that was taken last is the first of its round
         self._before: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
         # The generators before the pass began, and before its first batch: what is read past is drawn by them again.
         self._drawn: list[dict[str, Any]] = list(place.get("drawn", ()))
@@ -233,6 +236,11 @@ class _Source:
     def ended(self) -> bool:
         """Whether the loader has come to its end before."""
         return self.rounds > 0
+
+    @property
+    def stands_within(self) -> bool:
+        """Whether the place is one within a round, whose order is drawn."""
+        return bool(self.entered.get("batches") or self.entered.get(BEGUN))
 
     def open(self) -> None:
         """Begins the pass at its place, unless it has begun, or has ended for good."""
@@ -250,6 +258,9 @@ class _Source:
         if self._unread and self._batches is not None:
             self._note_draws(1)
             next(itertools.islice(self._batches, self._unread, self._unread), None)
+        if self.entered.get(BEGUN) and self._batches is not None and is_read_past(self.loader):
+            self._note_draws(1)
+            self._first = list(itertools.islice(self._batches, 1))
         self._unread = 0
 
     def _note_draws(self, moment: int) -> None:
@@ -257,13 +268,14 @@ class _Source:
         if not is_read_past(self.loader):
             return
         generators = generators_of([self.loader])
-        if not self.entered.get("batches"):
+        if not self.stands_within:
             self._drawn[moment:] = [{"rng": capture_rng(), "generators": states_of(generators)}]
         elif len(self._drawn) > moment:
             restore(self._drawn[moment], generators)
 
     def take(self) -> Any:
         """The next batch."""
+        self._begins_round = self._given == 0 and not self.entered.get("batches")
         batch, told = self._next(), self._told
         self._told = {}
         if batch is _END:
@@ -273,7 +285,9 @@ class _Source:
 
     def _next(self) -> Any:
         self.open()
-        if self._given == 0 and not self.entered.get("batches"):
+        if self._first:
+            return self._first.pop()
+        if self._given == 0 and not self.stands_within:
             self._note_draws(1)
         return _END if self._batches is None else next(self._batches, _END)
 
@@ -292,6 +306,7 @@ class _Source:
         self.rounds += 1
         told.update({**state, "rounds": self.rounds} if state else {})
         self.entered, self._given = {}, 0
+        self._begins_round = True
         batch = self._next()
         if batch is _END:
             raise ConfigError(
@@ -311,13 +326,18 @@ class _Source:
 
     def note(self) -> None:
         """Notes where the pass stands."""
+        self._begins_round = False
         self._before = self.rounds, self.entered, self._given, self._drawn
 
     def place_before(self) -> dict[str, Any]:
         """Where it stood when :meth:`note` was called; a loader that keeps its own position knows the present one alone."""
         rounds, entered, given, drawn = self._before
-        if rounds and not self._cycles:
-            return entered
+        if self.ended and not self._cycles and (rounds or not goes_on_behind_a_pass(self.loader)):
+            return self.entered  # the end, which may draw, lies behind
+        if self._begins_round and not goes_on_behind_a_pass(self.loader):
+            # The order of the round is drawn: who goes on before its first batch must not draw another.
+            place = {"rounds": self.rounds, **place_of(self.loader, {}, 0), BEGUN: True}
+            return {**place, **({"drawn": self._drawn} if self._drawn else {})}
         return {"rounds": rounds, **place_of(self.loader, entered, given), **({"drawn": drawn} if drawn else {})}
 
     def close(self) -> None:

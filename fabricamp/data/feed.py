@@ -13,6 +13,7 @@ import torch
 from fabricamp.data.combined import CombinedLoader, CombinedPass, exact_length
 from fabricamp.data.lengths import known_length
 from fabricamp.data.position import (
+    BEGUN,
     as_saved,
     batches_behind,
     begin,
@@ -23,6 +24,7 @@ from fabricamp.data.position import (
     generators_of,
     goes_on_behind_a_pass,
     is_read_past,
+    is_stateful,
     isolate,
     own_sampler,
     place_of,
@@ -84,6 +86,8 @@ class Feed:
         self._entered: list[dict[str, Any]] = []
         self._behind = self._given = 0
         self._begun: dict[str, Any] = {}
+        # Where the pass stands that was begun here, before its first batch, from when that is read.
+        self._first_places: list[dict[str, Any]] = []
         # What was read ahead, with where the pass stood before each, and why no more can be.
         self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
         self._failure: Exception | None = None
@@ -158,8 +162,11 @@ class Feed:
         """The kinds of loaders that a resumed pass has to read from the beginning."""
         return [type(member).__name__ for member in self._members if is_read_past(member)]
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """Returns where the pass stands once ``batches`` of it are done (0: between two passes), on this rank."""
+    def state_dict(self, batches: int, *, within: bool = False) -> dict[str, Any]:
+        """Returns where the pass stands once ``batches`` of it are done, on this rank.
+
+        0 batches stand between two passes, or ``within`` one whose order is drawn, if its first batch is out.
+        """
         if self._loaded is not None and batches:
             return self._loaded
         state: dict[str, Any] = {"batches": batches, "generators": states_of(generators_of(self._members))}
@@ -167,6 +174,8 @@ class Feed:
         orders = [None if one is None else one.order.state_dict() for one in samplers]
         state |= {"orders": orders, "again": self._again}
         over = self.is_over(batches)
+        if within and batches == 0 and self._first_places:
+            return {**state, "places": self._first_places, "begun": self._begun, "last": False}
         ended = self._ended_before if self._ended is None else as_saved(self._ended)
         state |= {"ended": ended} if ended and (batches == 0 or batches >= self._whole) else {}
         if over or batches == 0:
@@ -251,12 +260,13 @@ class Feed:
         """
         resume, self._resume, self._loaded = self._resume or {}, None, None
         self._queue, self._failure = deque(), None
+        self._first_places = []
         self._given, self._to_the_end = 0, total == math.inf
         generators = generators_of(self._members)
         ended, self._ended, self._ended_before = self._ended_before, None, None
         if ended and self._notes_end and len(ended["places"]) == len(self._members):
             self._end_again(ended, generators)
-        if not resume.get("batches"):
+        if not resume.get("batches") and not any(place.get(BEGUN) for place in resume.get("places", ())):
             rng = capture_rng() if any(map(is_read_past, self._members)) else None
             self._begun = {"rng": rng, "generators": states_of(generators), "again": self._again}
             self._source = self._enter(resume)
@@ -267,6 +277,8 @@ class Feed:
             restore(self._begun, generators)
             self._source = self._enter(resume)
             batches = self._taken(total, exactly=exactly, prepare=prepare)
+            if not ahead and not resume.get("batches"):
+                return itertools.chain(list(itertools.islice(batches, 1)), batches)  # reading it draws the order
             if not ahead:
                 return batches
             for drawn in (resume.get("drawn") or {}, *resume.get("drawn_ahead", ())):
@@ -369,12 +381,23 @@ class Feed:
         source = self._source if total == math.inf else itertools.islice(self._source, int(total))
         if total < math.inf and self._notes_end:
             source = itertools.chain(itertools.islice(self._source, int(total) - 1), self._last(int(total) - 1))
+        if self._behind == 0 and not self._notes_end and not any(map(is_stateful, self._members)):
+            source = itertools.chain(self._first_of(source), source)
         numbered = zip(source, counter, strict=False)
         batches = map(operator.itemgetter(0), numbered)
         return itertools.chain(
             batches if prepare is None else map(prepare, batches),
             self._nothing_but_checks(counter, total if exactly else 0),
         )
+
+    def _first_of(self, source: Iterator[Any]) -> Iterator[Any]:
+        """The first batch of a pass; notes the place before it, with the draws that its order came from."""
+        for batch in itertools.islice(source, 1):
+            if isinstance(self._loader, CombinedLoader):
+                self._first_places = list(self._source.places(0))
+            else:
+                self._first_places = [{**place_of(self._loader, self._entered[0], 0), BEGUN: True}]
+            yield batch
 
     def _last(self, given: int) -> Iterator[Any]:
         """The last batch of a pass that a number ends, or none where the loader came to its end before."""

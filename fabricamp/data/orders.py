@@ -146,7 +146,7 @@ class DrawnOrder:
 
     def enter(self, start: int, draws: Sequence[Draw]) -> None:
         """Lets the next pass be the one of which ``draws`` were noted."""
-        self._entered = list(draws) if start else []
+        self._entered = list(draws)
         if self._entered and self._apart is not None:
             self._apart = self._entered[0].state
 

@@ -3,6 +3,7 @@
 A place is a dict: ``batches`` that this rank got; for a loader with fabricamp's sampler also ``samples``, those of all ranks,
 so that other batch sizes and other numbers of ranks go on behind the same sample, and the ``draws`` that the order came from;
 for one with :class:`LengthGroups` also ``groups``, the batches of all ranks; for one that keeps its own position ``state``.
+``begun`` stands in a place without batches, of a pass whose order is drawn: its first batch is out, and not done.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fabricamp.data.resident import ResidentLoader
 from fabricamp.data.samplers import TrainSampler
 from fabricamp.data.seeding import SeededDataset
 from fabricamp.rng import capture_rng, isolate_rng, restore_rng
+
+BEGUN = "begun"
+"""In a place without batches: the pass was begun, its order is drawn, and its first batch is out but not done."""
 
 
 def own_sampler(loader: Any) -> TrainSampler | None:
@@ -102,7 +106,9 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
     """Makes the next pass over ``loader`` begin at ``place``; returns how many batches have to be read past instead."""
     sampler, part = own_sampler(loader), _stateful_part(loader)
     if sampler is not None and not sampler.read_past:
-        sampler.enter(_samples(loader, sampler, place), draws_of(place))
+        samples = _samples(loader, sampler, place)
+        # Where nothing of a pass lies behind, the draws are those of the pass before, unless it was begun.
+        sampler.enter(samples, draws_of(place) if samples or place.get(BEGUN) else [])
         return 0
     if sampler is None and part is not None and "state" in place:
         part.load_state_dict(place["state"])

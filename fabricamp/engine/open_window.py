@@ -57,6 +57,7 @@ class OpenWindow(Section):
         weights = update.weights if update is not None else None
         return {
             **({} if weights is None else {"loops.fit.loss_reference": weights.reference.cpu()}),
+            "loops.fit.failed": self._state.failed,
             "loops.fit.stepped": update is not None and update.stepped,
             "loops.fit.open_batches": self._state.open_batches if self._is_saved() else 0,
             "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
@@ -66,6 +67,12 @@ class OpenWindow(Section):
         """Goes on within the window; says where that cannot be.  Other libraries' files have none."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
+        if loop.get("failed") and self._strategy.rank == 0:
+            _LOG.warning(
+                "fabricamp: the checkpoint was written when an exception ended the run: the run goes on behind the last whole "
+                "micro-batch, but what a step, a validation or hooks had changed by then stays, so it need not equal a run without "
+                "the exception"
+            )
         if self.update is not None:
             self.update.reference = loop.get("loss_reference")
         if loop.get("window") is None:

@@ -114,7 +114,8 @@ class Moments(Section):
         own = self._cut or self._present()
         state, place = self._state, {}
         if self._feed is not None:
-            place = self._feed.state_dict(0 if state.epoch_ended else state.batch_idx - self.window.repeated_batches())
+            done = 0 if state.epoch_ended else state.batch_idx - self.window.repeated_batches()
+            place = self._feed.state_dict(done, within=state.batches is not None)
         own = {**own, "data.position": place, "loops.fit.buffers": _differing_buffers(self._module, self._strategy)}
         own["loops.fit.ended"] = {} if self._cut is None else self._metrics.published()
         own["loops.fit.tensor_parallel"] = self._strategy.tensor_parallel

@@ -524,3 +524,67 @@ def test_a_checkpoint_that_does_not_fit_the_optimizers(tmp_path):
         fit(4, module=Without(), ckpt_path=tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="does not fit"):
         fit(4, module=Grouped(), ckpt_path=tmp_path / "a.ckpt")
+
+
+class FailsIn(Classifier):
+    """Two steps by hand in each micro-batch; raises in a hook, or between the two steps, behind the second micro-batch."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.automatic_optimization, self.place = False, place
+
+    def fail_in(self, place):
+        if self.place == place and self.global_step >= 2:
+            raise ValueError(place)
+
+    def training_step(self, batch, batch_idx):
+        for part in range(2):
+            self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            if part == 0:
+                self.fail_in("between two steps")
+
+
+def _failing(name):
+    def hook(self, *_):
+        self.fail_in(name)
+
+    return hook
+
+
+FAILING_HOOKS = [
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+]
+for _name in FAILING_HOOKS:
+    setattr(FailsIn, _name, _failing(_name))
+
+
+@pytest.mark.parametrize("place", ["between two steps", *FAILING_HOOKS])
+def test_a_checkpoint_that_an_exception_left_says_so(place, tmp_path, caplog):
+    def fit(place, **options):
+        keeper = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_epochs=100, save_last=True)
+        trainer = quiet_trainer(max_epochs=1, callbacks=keeper, enable_checkpointing=True, num_sanity_val_steps=0)
+        trainer.fit(FailsIn(place), loader(12), loader(4), **options)
+
+    with pytest.raises(ValueError, match=place):
+        fit(place)
+    assert not caplog.records
+    fit("", ckpt_path=tmp_path / "last.ckpt")
+    (said,) = [one.message for one in caplog.records if "exception" in one.message]
+    assert "need not equal a run without the exception" in said
+    caplog.clear()
+    fit("")
+    fit("", ckpt_path="last")  # one that training left as it ended
+    assert not [one for one in caplog.records if "exception" in one.message]

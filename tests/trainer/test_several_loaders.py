@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from fabricamp import ConfigError
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.data import CombinedLoader
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -61,9 +67,9 @@ def test_loaders_are_shown_in_the_collection_that_they_came_in():
     one, other = loader(8), loader(4)
     collections = [one, [one], {"a": one}, {"a": [one, other], "b": other}]
     trainer = quiet_trainer(max_epochs=1)
-    for given in collections:
-        trainer.validate(Watched(), given, verbose=False)
-        assert trainer.val_dataloaders == given
+    for collection in collections:
+        trainer.validate(Watched(), collection, verbose=False)
+        assert trainer.val_dataloaders == collection
         trainer.test(Watched(), given, verbose=False)
         assert trainer.test_dataloaders == given
         assert trainer.val_dataloaders is None
@@ -106,3 +112,91 @@ def test_what_validation_keeps_within_fit_can_be_trained_with(inference_mode):
     assert not module.bank.is_inference()
     quiet_trainer(inference_mode=inference_mode).validate(module, loader(4), verbose=False)
     assert module.bank.is_inference() == inference_mode
+
+
+class Drawing:
+    """A loader of one's own that draws its order where a pass begins."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size).split(1))
+
+
+def of_kind(kind, size):
+    samples = range(size)
+    return {
+        "in order": lambda: DataLoader(samples),
+        "shuffled": lambda: DataLoader(samples, shuffle=True),
+        "own generator": lambda: DataLoader(samples, shuffle=True, generator=torch.Generator().manual_seed(7)),
+        "another sampler": lambda: DataLoader(samples, sampler=SubsetRandomSampler(samples)),
+        "another loader": lambda: Drawing(size),
+    }[kind]()
+
+
+class SeesAndFails(Classifier):
+    """Notes its batches; raises within the batch that follows ``fails`` steps: before its step, in it or behind it."""
+
+    def __init__(self, fails=None, place=""):
+        super().__init__()
+        self.seen, self.fails, self.place = [], fails, place
+
+    def fail_at(self, place):
+        if self.place == place and self.global_step == self.fails:
+            raise ValueError(place)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.fail_at("start")
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(str(batch))
+        self.fail_at("step")
+        return self.net(torch.ones(1, 8)).sum()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.fail_at("end")
+
+
+@settings(deadline=None, max_examples=6)
+@given(
+    loaders=st.lists(
+        st.tuples(
+            st.sampled_from(["in order", "shuffled", "own generator", "another sampler", "another loader"]),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    mode=st.sampled_from(["max_size_cycle", "max_size", "min_size", "sequential"]),
+    place=st.sampled_from(["start", "step", "end"]),
+    limit=st.sampled_from([None, 1, 3]),
+)
+@example([("shuffled", 3), ("in order", 5)], "max_size_cycle", "step", None)
+@example([("another loader", 2), ("in order", 5)], "max_size_cycle", "start", None)
+@example([("own generator", 3), ("in order", 2)], "sequential", "step", None)
+@example([("another sampler", 3)], "max_size", "step", None)
+def test_a_combination_that_an_exception_cut_goes_on_in_its_order(loaders, mode, place, limit):
+    """Wherever that is: at the first batch of an epoch, or of a shorter loader's next round, the order is drawn already."""
+
+    def fit(module, keeper=None, ckpt_path=None):
+        combined = CombinedLoader({number: of_kind(*one) for number, one in enumerate(loaders)}, mode)
+        torch.manual_seed(3)
+        trainer = quiet_trainer(
+            max_epochs=2, limit_train_batches=limit, callbacks=keeper, enable_checkpointing=keeper is not None
+        )
+        trainer.fit(module, combined, ckpt_path=ckpt_path)
+
+    straight = SeesAndFails()
+    fit(straight)
+    for fails in range(1, len(straight.seen)):
+        with tempfile.TemporaryDirectory() as folder:
+            keeper = ModelCheckpoint(folder, save_on_exception=True, every_n_epochs=100)
+            with pytest.raises(ValueError, match=place):
+                fit(SeesAndFails(fails, place), keeper)
+            resumed = SeesAndFails()
+            fit(resumed, ckpt_path=keeper.last_model_path)
+        assert resumed.seen == straight.seen[fails:]
