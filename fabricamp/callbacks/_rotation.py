@@ -39,8 +39,10 @@ class Kept:
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
         ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _order(item[1], mode))
-        top = dict(ranked if top_k < 0 else ranked[:top_k])
-        return replace(self, files=files, scores=top, best=ranked[0][0], current=score)
+        scores = dict(ranked)
+        while 0 <= top_k < len(scores):
+            del scores[_worst_of(scores)]
+        return replace(self, files=files, scores=scores, best=ranked[0][0], current=score)
 
     def surplus(self, top_k: int) -> tuple[str, ...]:
         """The files that may go: not in the top k and not among the newest."""
@@ -66,7 +68,7 @@ class Kept:
 
     def worst(self, top_k: int) -> str:
         """The file that the next better one pushes out of the top k; nothing while there is room."""
-        return list(self.scores)[-1] if 0 < top_k == len(self.scores) else ""
+        return _worst_of(self.scores) if 0 < top_k == len(self.scores) else ""
 
     def all(self) -> set[str]:
         """Every name."""
@@ -98,6 +100,12 @@ class Kept:
             spare=str(state.get("spare", "")),
             current=None if current is None else float(current),
         )
+
+
+def _worst_of(scores: dict[str, float]) -> str:
+    """Of ``scores``, best first, the worst file; of several with that score the oldest, as in Lightning."""
+    worst = list(scores.values())[-1]
+    return next(path for path, score in scores.items() if score == worst or (math.isnan(score) and math.isnan(worst)))
 
 
 def _order(score: float, mode: str) -> float:

@@ -98,7 +98,7 @@ class EarlyStopping(Callback):
     @property
     def best_score(self) -> Tensor:
         """The best value so far, on the CPU; infinite before the first check."""
-        return torch.tensor(self._best, dtype=torch.float64, device="cpu")
+        return torch.tensor(self._best, dtype=torch.float32, device="cpu")
 
     @property
     def state_key(self) -> str:
@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "patience": self.patience,
             "stopped_epoch": self.stopped_epoch,
-            "best_score": self.best_score,
+            "best_score": torch.tensor(self._best, dtype=torch.float64, device="cpu"),
             "last_score": self.last_score,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,

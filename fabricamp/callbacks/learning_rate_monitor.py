@@ -59,12 +59,18 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
         self.last_values: dict[str, float] = {}
+        self.lrs: dict[str, list[float]] = {}
+        """The learning rates that were logged in this fit, by name."""
+        self.last_momentum_values: dict[str, float] = {}
+        """The momenta that were logged last, by name."""
         self._next_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Names the optimizers; raises where nobody would take the values."""
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
+        self.lrs = {}
+        self.last_momentum_values = {}
         list(self._name_optimizers(trainer))
         # A run that goes on within a window has logged its step before.
         self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
@@ -101,9 +107,18 @@ class LearningRateMonitor(Callback):
                 values.update(self._values(name, optimizer))
         if values:
             self.last_values.update(values)
+            self._note(values)
             trainer.callback_metrics.update(as_tensors(values))
             if trainer.is_global_zero:
                 trainer.delivery.log_metrics(values, step)
+
+    def _note(self, values: dict[str, float]) -> None:
+        """Keeps the values under Lightning's attributes."""
+        for name, value in values.items():
+            if name.endswith("-momentum"):
+                self.last_momentum_values[name] = value
+            elif not name.endswith("-weight_decay"):
+                self.lrs.setdefault(name, []).append(value)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
         groups = optimizer.param_groups

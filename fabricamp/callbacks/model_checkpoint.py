@@ -142,7 +142,7 @@ class ModelCheckpoint(Callback):
     def best_k_models(self) -> dict[str, Tensor]:
         """The top k, best first, with their scores."""
         return {
-            path: torch.tensor(score, dtype=torch.float64, device="cpu") for path, score in self._kept.scores.items()
+            path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in self._kept.scores.items()
         }
 
     @property

@@ -91,8 +91,8 @@ def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
 
 
 def score_tensor(score: float | None) -> Tensor | None:
-    """A monitor's value as callbacks show it, of whatever dtype it was."""
-    return None if score is None else torch.tensor(score, dtype=torch.float64, device="cpu")
+    """A monitor's value as callbacks show it: in fp32, as Lightning's do.  What they compare and save is the number itself."""
+    return None if score is None else torch.tensor(score, dtype=torch.float32, device="cpu")
 
 
 def filled(values: Mapping[str, float], dtypes: Dtypes, device: torch.device) -> dict[str, Tensor]:

@@ -377,3 +377,16 @@ def test_no_checkpoint_where_none_is_wanted_or_nothing_was_trained(make_trainer,
     trainer.state.begin(TrainerFn.TESTING)
     trainer.interrupt()
     assert not trainer.saved
+
+
+def test_of_equal_scores_the_older_file_is_the_next_to_go(make_trainer, make, folder):
+    """As in Lightning; and scores are shown in fp32, whatever they were compared as."""
+    checkpoint = make(monitor="loss", save_top_k=3, filename="{step}")
+    trainer = make_trainer(checkpoint).start()
+    for loss in (1.0, 2.0, 2.0):
+        trainer.epoch(loss=loss)
+    assert Path(checkpoint.kth_best_model_path).name == "step=2.ckpt"
+    assert {one.dtype for one in checkpoint.best_k_models.values()} == {torch.float32}
+    assert (checkpoint.best_model_score.dtype, checkpoint.kth_value.dtype) == (torch.float32, torch.float32)
+    trainer.epoch(loss=1.5)
+    assert [Path(one).name for one in checkpoint.best_k_models] == ["step=1.ckpt", "step=4.ckpt", "step=3.ckpt"]

@@ -144,3 +144,10 @@ def test_verbose_says_it_once_or_on_every_rank(make_trainer, capsys):
 def test_wrong_arguments(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         EarlyStopping(**{"monitor": "x", **options})
+
+
+def test_the_best_score_is_shown_in_fp32_and_kept_as_it_is():
+    stopping = EarlyStopping(monitor="loss")
+    stopping.load_state_dict({**stopping.state_dict(), "best_score": torch.tensor(0.1, dtype=torch.float64)})
+    assert stopping.best_score.dtype == torch.float32
+    assert stopping.state_dict()["best_score"].item() == 0.1

@@ -197,3 +197,11 @@ def test_without_a_scheduler_the_rows_are_lightnings(interval, every, rows):
         limit_train_batches=4,
     ).fit(Classifier(), loader())
     assert [step for step, values in recorder.rows if "lr-SGD" in values] == rows
+
+
+def test_what_was_logged_is_there_under_lightning_s_names(tmp_path):
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    trainer = quiet_trainer(max_epochs=1, callbacks=monitor, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    trainer.fit(Classifier(), loader(12))
+    assert monitor.lrs == {"lr-SGD": [0.1] * 3}
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9}

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabricamp.callbacks import _screens, progress_bar
+from fabricamp.callbacks import RichProgressBar, TQDMProgressBar, _screens, progress_bar
 from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
 from fabricamp.errors import ConfigError
 from tests.distributed.forked import start_forked
@@ -488,3 +488,7 @@ def test_dumb_terminal_gets_plain_lines(tmp_path):
     output = run_in_terminal(tmp_path, TERM="dumb")
     assert "\x1b" not in output
     assert "epoch 2/3  step 8  loss 0.5000" in output
+
+
+def test_a_bar_by_lightning_s_name_shows_its_refresh_rate():
+    assert (TQDMProgressBar(20).refresh_rate, RichProgressBar(5).refresh_rate) == (20, 5)

@@ -70,8 +70,8 @@ def test_loaders_are_shown_in_the_collection_that_they_came_in():
     for collection in collections:
         trainer.validate(Watched(), collection, verbose=False)
         assert trainer.val_dataloaders == collection
-        trainer.test(Watched(), given, verbose=False)
-        assert trainer.test_dataloaders == given
+        trainer.test(Watched(), collection, verbose=False)
+        assert trainer.test_dataloaders == collection
         assert trainer.val_dataloaders is None
     trainer.validate(Watched(), CombinedLoader([one, other], "min_size"), verbose=False)
     assert trainer.val_dataloaders == [one, other]

@@ -28,6 +28,7 @@ class LightningsBar(ProgressBar):
 
     def __init__(self, refresh_rate: int, refresh_rate_hz: float) -> None:
         super().__init__(refresh_rate_hz)
+        self.refresh_rate = refresh_rate
         overridden = [name for name in self.drawing if hasattr(type(self), name)]
         if overridden:
             say_once(
