@@ -57,7 +57,7 @@ class OpenWindow(Section):
         weights = update.weights if update is not None else None
         return {
             **({} if weights is None else {"loops.fit.loss_reference": weights.reference.cpu()}),
-            "loops.fit.failed": self._state.failed,
+            **({"loops.fit.failed": True} if self._state.failed else {}),
             "loops.fit.stepped": update is not None and update.stepped,
             "loops.fit.open_batches": self._state.open_batches if self._is_saved() else 0,
             "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
