@@ -64,6 +64,10 @@ exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other
 """
 
 
+_CODES: dict[type[BaseException], int] = {ConfigError: 2, CheckpointError: 1}
+"""The errors that a command tells of in one line, and the exit code of each."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"plot": _plot, "runs": _list_runs, "verify": _verify, "export": _export, "doctor": _doctor}[
             options.command
         ](options)
-    except (ConfigError, CheckpointError) as error:
+    except tuple(_CODES) as error:
         return _explain(error)
     except KeyboardInterrupt:
         # Of a run that it cut the Trainer has told; elsewhere, as within imports, there is nothing to tell.
@@ -297,6 +301,7 @@ def _examples_of(command: str) -> str:
 
 def _run(command: str, path: Path, overrides: list[str]) -> int:
     from fabricamp.config import build_parts, check_config, read_config
+    from fabricamp.launch import explained_without_traceback
 
     content = read_config(path, overrides)
     check_config(content)
@@ -309,7 +314,8 @@ def _run(command: str, path: Path, overrides: list[str]) -> int:
             file=sys.stderr,
         )
     entry: Any = getattr(trainer, command)
-    result = entry(module, datamodule=data, ckpt_path=ckpt_path)
+    with explained_without_traceback(_CODES):
+        result = entry(module, datamodule=data, ckpt_path=ckpt_path)
     if command == "predict":
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
@@ -348,14 +354,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _explain(error: FabricampError) -> int:
     """Says what is wrong, without a traceback, and returns the exit code."""
-    from fabricamp.launch import record_failure
+    from fabricamp.launch import explained_without_traceback, record_failure
 
-    # A process that started this one shows what is written down here: without the way that the error took either.
-    error.__cause__, error.__suppress_context__ = None, True
-    record_failure(error.with_traceback(None))
+    # A process that started this one shows what is written down here.
+    with explained_without_traceback(_CODES):
+        record_failure(error)
     if not _started():
         print(f"fabricamp: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigError) else 1
+    return next(code for kind, code in _CODES.items() if isinstance(error, kind))
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -35,7 +35,7 @@ from fabricamp.not_offered import lightnings
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
-from fabricamp.watchdog import interrupts
+from fabricamp.watchdog import interrupts, leave_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -154,7 +154,11 @@ class Runner:
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Takes this process's place and makes a session, whose parts are given back however it ends."""
-        session = self._enter(fn, module, source)
+        try:
+            session = self._enter(fn, module, source)
+        except BaseException:
+            leave_at_exit(self.trainer.strategy)  # nobody else gives back what was taken until then
+            raise
         self.take_session(session)
         with (
             reported(self.trainer, fn, module),

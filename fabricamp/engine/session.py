@@ -49,7 +49,7 @@ from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision.base import NOT_CONVERTED
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
-from fabricamp.watchdog import Watchdog
+from fabricamp.watchdog import Watchdog, leave_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -401,6 +401,8 @@ class Session:
         if not failed:
             self.metrics.close()
         if not failed or self.strategy.world_size == 1:
-            # After a failure the other ranks may be anywhere: leaving the group would wait for them.
             self.strategy.teardown()
+        else:
+            # The other ranks may be anywhere, and leaving the group would wait for them.
+            leave_at_exit(self.strategy)
         self.delivery.close(failed=failed)

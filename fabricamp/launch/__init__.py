@@ -6,6 +6,9 @@ from fabricamp.launch.environment import detect as detect
 from fabricamp.launch.environment import restarts as restarts
 from fabricamp.launch.processes import run_function as run_function
 from fabricamp.launch.processes import run_script as run_script
+from fabricamp.launch.recording import BEFORE as BEFORE
+from fabricamp.launch.recording import exit_code_on_record as exit_code_on_record
+from fabricamp.launch.recording import explained_without_traceback as explained_without_traceback
 from fabricamp.launch.recording import record_end as record_end
 from fabricamp.launch.recording import record_failure as record_failure
 from fabricamp.launch.recording import record_others as record_others

@@ -20,11 +20,20 @@ def detect() -> Environment | None:
     """Returns this process's place among those that torchrun, SLURM, submitit or fabricamp started; None for a plain process.
 
     Contradicting variables raise :class:`ConfigError`.  Under srun, MASTER_ADDR and MASTER_PORT are set where they are
-    missing; in a worker that runs a script again, exceptions that nobody catches go to the starter.
+    missing.  In a worker that runs a script again, exceptions that nobody catches go to the starter; elsewhere the sentence of a
+    fabricamp error is shown before its traceback.
     """
-    if os.environ.get(STARTED_BY) == "script":
-        report_uncaught()
+    started_by = os.environ.get(STARTED_BY)
+    if started_by == "script":
+        report_uncaught(to_the_starter=True)
         end_with_starter()
+    environment = _found()
+    if environment is not None and started_by is None:
+        report_uncaught(to_the_starter=False)
+    return environment
+
+
+def _found() -> Environment | None:
     if any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun(os.environ)
     if _under_srun(os.environ):

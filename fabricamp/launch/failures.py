@@ -83,10 +83,10 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
     message, trace = _read(files, rank)
     code = failures[rank].exitcode
     if trace and code <= 0:
-        # After an exception a rank may have been ended before it could exit: sys.exit said its code, and of what another
-        # exception becomes in this script another's code tells.
+        # After an exception a rank may have been ended before it could exit: sys.exit and the command say their code, and of what
+        # another exception becomes in this script another's code tells.
         others = (failures[other].exitcode for other in exited if failures[other].exitcode > 0)
-        code = _code_of_sys_exit(message) or next(others, 1)
+        code = _code_on_record(files, rank) or _code_of_sys_exit(message) or next(others, 1)
     witness = "" if trace else _witness([file for file in files if int(file.parent.name) in written], rank)
     return Cause(rank, code, message, trace, [other for other in exited if other != rank], witness)
 
@@ -95,7 +95,9 @@ def as_error(cause: Cause) -> FabricampError:
     """Returns what to raise in the starter: fabricamp's own errors as what they were, others as :class:`DistributedError`."""
     for kind in (ConfigError, CheckpointError, DistributedError):
         if cause.message.startswith(f"{kind.__name__}: "):
-            return kind(f"{cause.message.removeprefix(f'{kind.__name__}: ')}\n(in a worker:)\n{cause.report()}")
+            # The sentence is the error's own here, and need not be said again by the report.
+            rest = cause._replace(trace=cause.trace.removeprefix(cause.message).lstrip("\n"))
+            return kind(f"{cause.message.removeprefix(f'{kind.__name__}: ')}\n(in a worker:)\n{rest.report()}")
     return DistributedError(cause.report())
 
 
@@ -118,6 +120,12 @@ def _code_of_sys_exit(message: str) -> int | None:
     if kind != "SystemExit":
         return None
     return int(given) & 0xFF if given.lstrip("-").isdigit() else 1
+
+
+def _code_on_record(files: list[Path], rank: int) -> int | None:
+    """The exit code that the rank's own record says it ends with, where it says one."""
+    codes = [_content(file)["extraInfo"].get("exit_code") for file in files if file.parent.name == str(rank)]
+    return codes[0] if codes else None
 
 
 def _witness(files: list[Path], cause: int) -> str:

@@ -1,8 +1,18 @@
 """Watching over a run from beside it: any rank may ask to stop, and a rank that fails, hangs or is gone ends the run."""
 
+from fabricamp.watchdog.leaving import leave_at_exit
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code, hand_on, ignore_at_exit, interrupts
 from fabricamp.watchdog.stop import StopAgreement
 from fabricamp.watchdog.watch import Watchdog
 
-__all__ = ["LoopRequests", "StopAgreement", "Watchdog", "exit_code", "hand_on", "ignore_at_exit", "interrupts"]
+__all__ = [
+    "LoopRequests",
+    "StopAgreement",
+    "Watchdog",
+    "exit_code",
+    "hand_on",
+    "ignore_at_exit",
+    "interrupts",
+    "leave_at_exit",
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,15 +13,15 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NoReturn
 
 from torch.distributed import DistNetworkError
 
 from fabricamp.errors import DistributedError
-from fabricamp.launch import record_end
+from fabricamp.launch import BEFORE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
 from fabricamp.torch_private import PrefixStore, Store, default_store
+from fabricamp.watchdog.leaving import exit_now
 from fabricamp.watchdog.pulse import Diagnosis, Pulse, PulseTaker, judge, place
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
@@ -96,7 +95,7 @@ class Watchdog:
         """Lets the other ranks know that this one has failed; returns those that failed or were gone before, and notes it."""
         before = self._before(error) if self._store is not None else {}
         if before:
-            error.add_note("before that: " + "; ".join(before.values()))
+            error.add_note(BEFORE + "; ".join(before.values()))
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
         return list(before)
 
@@ -226,7 +225,7 @@ class Watchdog:
     def _end_failed(self, idle: float) -> None:
         """Ends this process where what it does after its own failure takes too long: a hook that waits for the other ranks."""
         if idle >= self._patience:
-            _exit(1)
+            exit_now(1)
 
     def _heed_silence(self, store: Store, now: float) -> None:
         """Ends this process where it is to stop and a rank is gone, with which nothing can be agreed."""
@@ -286,14 +285,14 @@ class Watchdog:
             for pulse in stopped:
                 # It would not heed its starter's SIGTERM, who would wait for it.
                 os.kill(pulse.pid, signal.SIGKILL)
-            _exit(1)
+            exit_now(1)
         time.sleep(_REPORT_SECONDS)
-        _exit(128 + signal.SIGTERM)
+        exit_now(128 + signal.SIGTERM)
 
     def _end_with_the_run(self, diagnosis: Diagnosis) -> None:
         """Ends this process where the run was found to stand still: its main thread failed only since the reporter is gone."""
         if diagnosis.reporter != self._strategy.rank:
-            _exit(128 + signal.SIGTERM)
+            exit_now(128 + signal.SIGTERM)
 
     def _leave(self, now: float) -> None:
         """Ends this process, which was interrupted before its first batch: by force where the main thread does not come to it."""
@@ -301,7 +300,7 @@ class Watchdog:
             self._abandoned_at = now
             self.agreement.tell_main_thread()
         if now > self._abandoned_at + _GRACE_SECONDS:
-            _exit(exit_code(self.agreement.reason))
+            exit_now(exit_code(self.agreement.reason))
 
     def _go_on_without_store(self) -> None:
         """Watches this rank alone, until it ends."""
@@ -326,24 +325,7 @@ class Watchdog:
         stack = stack or self._taker.take(time.monotonic(), stack=True).stack
         text = f"rank {self._strategy.rank} is ended {place(self._state)}: {why}"
         record_end(f"DistributedError: {text}", f"stack of rank {self._strategy.rank}:\n{stack}", before)
-        _exit(128 + signal.SIGTERM)
-
-
-def _exit(code: int) -> NoReturn:
-    """Ends the process from beside a main thread that may never return; nothing that waits for that thread is run."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    # The main thread may be stuck with the lock of a stream.
-    flusher = threading.Thread(target=_flush, daemon=True)
-    flusher.start()
-    flusher.join(1.0)
-    os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        exit_now(128 + signal.SIGTERM)
 
 
 def _pulse_key(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A complete run leaves no thread of torch.distributed: one that asks for Python's lock while the interpreter ends aborts it."""
+"""No thread of torch.distributed asks for Python's lock while the interpreter ends, which would abort it, however the run ended."""
 
 from __future__ import annotations
 
@@ -83,6 +83,95 @@ if not all_well(int(sys.argv[1])):
 """
 
 
+FAILURES = """
+import gc, os, socket, sys, threading
+import torch, torch.distributed as dist
+from tests.distributed.ranks import variables_of
+from tests.small import Classifier, loader, quiet_trainer
+from fabricamp.errors import ConfigError
+from fabricamp.watchdog import watch
+
+class Fails(Classifier):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def setup(self, stage):
+        LateThreads().on_fit_start(self.trainer, self)
+
+    def configure_optimizers(self):
+        if self.how in ("early", "caught"):
+            raise ConfigError("this cannot work")
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.how == "step":
+            raise ValueError("unwell")
+        if batch_idx == 1 and self.how == "interrupt":
+            raise KeyboardInterrupt
+        if batch_idx == 1 and self.how.startswith("open exchange"):
+            if self.global_rank == 1:
+                threading.Event().wait()  # it never comes to the exchange
+            self.open = dist.all_reduce(torch.ones(2), async_op=True)
+            if self.how.endswith("exit"):
+                sys.exit(3)
+            raise ValueError("unwell")
+        return super().training_step(batch, batch_idx)
+
+class Unwell(Classifier):
+    def configure_callbacks(self):  # before there is a session that would be given back
+        LateThreads().on_fit_start(self.trainer, self)
+        self.all_reduced = dist.all_reduce(torch.ones(2))
+        raise ValueError("unwell")
+
+CODES = {
+    ("early", "ddp"): [1, 1],
+    ("early", "delayed_ddp"): [1, 1],
+    ("caught", "ddp"): [7, 7],
+    ("before", "ddp"): [1, 1],
+    ("step", "ddp"): [1, 1],
+    ("interrupt", "ddp"): [-2, -2],
+    ("open exchange", "ddp"): [1, 143],
+    ("open exchange, exit", "ddp"): [3, 143],
+}
+
+def begin():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ |= variables_of(rank, 2, port)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            return None
+    return pids
+
+def begun():
+    for case, expected in CODES.items():
+        pids = begin()
+        if pids is None:
+            return case
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(case, codes, "" if codes == expected else "WRONG", flush=True)
+    return None
+
+torch.set_num_threads(1)
+gc.freeze()
+if (case := begun()) is not None:
+    how, strategy = case
+    watch._GRACE_SECONDS = 0.5
+    # A forked rank; its interpreter ends as any other does.
+    try:
+        quiet_trainer(strategy=strategy, devices=2, max_steps=3).fit(Unwell() if how == "before" else Fails(how), loader(16))
+    except ConfigError:
+        if how == "caught":
+            sys.exit(7)
+        raise
+"""
+
+
 def run_script(text, *arguments, timeout=120):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
@@ -143,6 +232,15 @@ def test_no_thread_of_a_process_group_outlives_its_run(name):
 def test_a_thread_that_lets_go_late_does_not_abort_the_process(strategy):
     done = run_script(LATE_THREADS + RUN.replace("STRATEGY", strategy))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_that_fails_keeps_its_exit_code():
+    done = run_script(LATE_THREADS + FAILURES, timeout=600)
+    assert "terminate called" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8, done.stderr
+    assert "WRONG" not in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
