@@ -22,6 +22,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "ATTRIBUTES",
@@ -59,6 +60,7 @@ __all__ = [
     "sharded_modules",
     "sharded_parameters",
     "sleep_on_gpu",
+    "starts_workers",
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
@@ -173,6 +175,11 @@ def unobserved_apply(function: Any) -> Callable[..., Any]:
     function._backward_cls.apply = function.backward
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
     return apply
+
+
+def starts_workers(iterator: object) -> bool:
+    """Returns whether ``iterator`` is one over loader workers from which nothing has come yet."""
+    return isinstance(iterator, _MultiProcessingDataLoaderIter) and not getattr(iterator, "_rcvd_idx", 0)
 
 
 def sleep_on_gpu(cycles: int) -> None:
@@ -295,6 +302,9 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
     "torch.distributed.tensor.DTensor._local_tensor": "updates and statistics are of this rank's part, asked for in every step",
     "torch.distributed.tensor.DTensor._spec": "a copy of a part in host memory stands for the same rows and columns",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._rcvd_idx": (
+        "workers that have given nothing yet may still be starting, and have more time"
+    ),
     "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
     "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is the logger's: a full disk would end torch's thread",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",

@@ -14,7 +14,7 @@ from fabricamp.hooks import Hooks, ModuleHooks, call_all, overrides
 from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from fabricamp.engine.prediction_record import PredictionRecord
     from fabricamp.metrics import Metrics
@@ -37,6 +37,7 @@ class EvaluationLoop:
         metrics: Metrics,
         hooks: Hooks,
         agreement: StopAgreement,
+        together: Callable[[Iterable[Any]], Iterable[Any]],
         inference_mode: bool,
         record: PredictionRecord | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class EvaluationLoop:
         self._state = state
         self._metrics = metrics
         self._agreement = agreement
+        self._together = together
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
         step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
         self._arguments = _count_arguments(step)
@@ -135,7 +137,9 @@ class EvaluationLoop:
             state.scope = Scope.EVAL_STEP
         if self.cut_short:
             return
-        for batch_idx, batch in enumerate(feed):
+        # Later loaders may have fewer batches on one rank than on another, whose turn comes at another time.
+        batches = self._together(feed) if dataloader_idx == 0 else feed
+        for batch_idx, batch in enumerate(batches):
             state.batch = batch
             for hook in self._batch_start:
                 hook(batch, batch_idx, *number)

@@ -154,6 +154,7 @@ class Runner:
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Takes this process's place and makes a session, whose parts are given back however it ends."""
+        launch.hold_logging_at_fork()
         try:
             session = self._enter(fn, module, source)
         except BaseException:

@@ -267,6 +267,7 @@ class Session:
             limits=limits_of(self.settings, length, self.trainer.state.started),
             validate=self._validate if evaluate else None,
             moments=self.moments,
+            together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             renew=partial(renew, self),
         )
@@ -284,6 +285,7 @@ class Session:
             metrics=self.metrics,
             hooks=self.hooks,
             agreement=self.agreement,
+            together=self.watchdog.together,
             # What is kept of a validation within fit is used in training, as in Lightning.
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
             record=record,

@@ -4,6 +4,7 @@ from fabricamp.launch.devices import resolve_devices as resolve_devices
 from fabricamp.launch.environment import check_environment as check_environment
 from fabricamp.launch.environment import detect as detect
 from fabricamp.launch.environment import restarts as restarts
+from fabricamp.launch.forking import hold_logging_at_fork as hold_logging_at_fork
 from fabricamp.launch.processes import run_function as run_function
 from fabricamp.launch.processes import run_script as run_script
 from fabricamp.launch.recording import BEFORE as BEFORE

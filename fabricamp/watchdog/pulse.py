@@ -15,10 +15,16 @@ from pathlib import Path
 from types import FrameType
 
 from fabricamp.state import NOT_VALIDATING, RunningStage, RunState, Scope
+from fabricamp.torch_private import starts_workers
 
 # What the main thread does; most suspicious first.
-_DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING = "data", "elsewhere", "saving", "ended", "waiting"
-_SUSPICION = (_DATA, _ELSEWHERE, _SAVING, _ENDED, _WAITING)
+_DATA = "data"
+_STARTING = "starting"
+_ELSEWHERE = "elsewhere"
+_SAVING = "saving"
+_ENDED = "ended"
+_WAITING = "waiting"
+_SUSPICION = (_DATA, _STARTING, _ELSEWHERE, _SAVING, _ENDED, _WAITING)
 _PACKAGE = str(Path(__file__).parents[1])
 # Told by the innermost of its frames that lies in one of these files; torch's agent is the outermost of a worker's.
 _FILES = (
@@ -33,6 +39,7 @@ _FILES = (
 _INNERMOST = ("/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py", "/torch/cuda/")
 _WORDS = {
     _DATA: "waiting for its loader",
+    _STARTING: "waiting for the first batch of its loader, whose workers start",
     _SAVING: "writing a checkpoint",
     _ENDED: "at the end of its run",
     _WAITING: "waiting for the other ranks",
@@ -79,6 +86,11 @@ class Pulse:
     def waits(self) -> bool:
         """Whether it waits for others rather than being waited for."""
         return self.doing == _WAITING
+
+    @property
+    def starts(self) -> bool:
+        """Whether it waits for the first batch of loader workers, which may have much to import and to open."""
+        return self.doing == _STARTING
 
     @property
     def site(self) -> str:
@@ -226,9 +238,18 @@ def _doing(frame: FrameType | None) -> str:
     while frame is not None:
         doing = next((doing for part, doing in _FILES if part in frame.f_code.co_filename), None)
         if doing is not None:
-            return doing
+            return _STARTING if doing == _DATA and _waits_for_first_batch(frame) else doing
         frame = frame.f_back
     return _ELSEWHERE
+
+
+def _waits_for_first_batch(frame: FrameType | None) -> bool:
+    """Whether one of the frames is that of an iterator over loader workers that has given no batch yet."""
+    while frame is not None:
+        if "/torch/utils/data/" in frame.f_code.co_filename and starts_workers(frame.f_locals.get("self")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _where() -> str:

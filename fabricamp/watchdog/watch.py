@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -10,9 +11,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistNetworkError
 
@@ -39,6 +41,9 @@ _REPORT_SECONDS = 1.0
 
 # A rank that has not come further for so long in a batch that another one does not have waits for that one.
 _STUCK_SECONDS = 5.0
+# How long workers of a loader may take until the first batch, where that is more than the patience: they import packages, open
+# files and copy the data set, on a machine where everything else starts at the same time.
+_START_SECONDS = 300.0
 # How long a rank that lost a peer looks for who it was.
 _GONE_SECONDS = 0.5
 
@@ -72,6 +77,7 @@ class Watchdog:
         self._beat_seconds = min(max(self._patience / 20, _BEAT_SECONDS[0]), _BEAT_SECONDS[1])
         self._next_beat = 0.0
         self._heard: dict[int, tuple[int, float]] = {}
+        self._passes = 0
         self._failure = ""
         self._told = False
         self._abandoned_at = sys.float_info.max
@@ -98,6 +104,43 @@ class Watchdog:
             error.add_note(BEFORE + "; ".join(before.values()))
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
         return list(before)
+
+    def together(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Returns ``batches``, of which none gives the first one before every rank has its own, or knows that there is none.
+
+        Workers of a loader may start slowly on one rank.  The others would wait for it in an exchange, which fails after the
+        strategy's timeout; here they wait as long as the watch finds nothing wrong.
+        """
+        if self._store is None:
+            return batches
+        return itertools.chain.from_iterable(self._first_and_rest(iter(batches)))
+
+    def _first_and_rest(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
+        first = list(itertools.islice(batches, 1))
+        self._meet_at_first_batch()
+        yield first
+        yield batches  # as it is: nothing of this stands between the loader and the later steps
+
+    def _meet_at_first_batch(self) -> None:
+        assert self._store is not None
+        self._passes += 1
+        key = f"first batch/{self._passes}"
+        with contextlib.suppress(DistNetworkError):  # the store went with its process: then the exchanges will tell
+            if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
+                self._store.set(f"{key}/all", "")
+            pause = _SHORTEST_SECONDS
+            while not self._store.check([f"{key}/all"]):
+                if self.agreement.reason:
+                    # A signal: where all stop is agreed upon, and does not depend on who waits here.
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS)
+                if pause == _POLL_SECONDS and self._store.check([_FAILURE]):
+                    failure = json.loads(self._store.get(_FAILURE))
+                    raise DistributedError(
+                        f"rank {self._strategy.rank} waited with its first batch for the others, and rank {failure['rank']} "
+                        f"failed {failure['place']}: {failure['what']}"
+                    )
 
     def meet_at_end_of_data(self, batches: int) -> None:
         """Returns once every rank has run the last batch of the epoch: before anything else is exchanged.
@@ -260,12 +303,16 @@ class Watchdog:
                 self._heard[pulse.rank] = (pulse.beat, now)
         silent = {pulse.rank for pulse in pulses if not pulse.ended and self._silence(pulse, now) > self._deaf_seconds}
         standing = all(
-            pulse.ended or pulse.rank in silent or pulse.idle + 2 * self._beat_seconds >= self._patience
+            pulse.ended or pulse.rank in silent or pulse.idle + 2 * self._beat_seconds >= self._patience_with(pulse)
             for pulse in pulses
         )
         diagnosis = judge(pulses, silent, self._patience) if complete and standing else None
         if diagnosis is not None:
             self._conclude(store, diagnosis)
+
+    def _patience_with(self, pulse: Pulse) -> float:
+        """How long this rank may stand still where it is."""
+        return max(self._patience, _START_SECONDS) if pulse.starts else self._patience
 
     @property
     def _deaf_seconds(self) -> float:

@@ -26,6 +26,8 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 SECONDS = 6
 """The patience of a run in which a rank hangs."""
+START_SECONDS = 16
+"""That of a run whose workers start slowly, in which all else has to be faster."""
 LONG = 60
 """That of a run whose end must not take it: a failure or a death is noticed."""
 IN_TIME = 30
@@ -345,7 +347,40 @@ def sigterm_while_a_rank_is_gone_ends_the_others_soon(folder):
     assert "no answer from rank 1" in said
 
 
+def start_slowly(seconds, _worker):
+    """What a worker of rank 1 does before its first sample."""
+    if os.environ["RANK"] == "1":
+        time.sleep(seconds)
+
+
+def fit_with_slow_starts(seconds, **options):
+    trainer = quiet_trainer(devices=2, max_epochs=1, num_sanity_val_steps=0, start_method="fork", **options)
+    start = partial(start_slowly, seconds)
+    training = DataLoader(data(64), batch_size=2, num_workers=1, worker_init_fn=start)
+    trainer.fit(Classifier(), training, DataLoader(data(16), batch_size=2, num_workers=1, worker_init_fn=start))
+
+
+def a_worker_that_starts_slowly_is_no_hang(_folder):
+    """Longer than the patience, and than an exchange would wait."""
+    fit_with_slow_starts(1.5 * START_SECONDS, strategy=DDP(timeout=START_SECONDS))
+
+
+def a_worker_that_never_starts(_folder):
+    watch._START_SECONDS = SECONDS
+    with pytest.raises(DistributedError) as caught:
+        fit_with_slow_starts(3600, strategy=DDP(timeout=SECONDS))
+    told = str(caught.value)
+    assert "because of rank 1 as it seems" in told
+    assert re.search(r"rank 1: .*, waiting for the first batch of its loader, whose workers start, for \d+ s", told), (
+        told
+    )
+    assert re.search(r"rank 0: .*, waiting for the other ranks, for \d+ s", told), told
+    assert "_try_get_data" in told.partition("stack of rank 1:")[2]
+
+
 WAITS = [
+    a_worker_that_starts_slowly_is_no_hang,
+    a_worker_that_never_starts,
     a_rank_that_raises_beside_one_that_notices_nothing,
     a_rank_that_hangs,
     a_rank_that_leaves_out_an_exchange,

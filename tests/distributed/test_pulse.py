@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
@@ -221,3 +223,59 @@ def test_the_thread_reads_what_the_loop_writes():
         sys.setprofile(None)
     assert any("fabricamp/engine/update" in name for name in called)
     assert not [name for name in called if "fabricamp/watchdog" in name]
+
+
+class Gate(torch.utils.data.Dataset):
+    """Samples that a worker gives when a pipe says so, as it begins and before each."""
+
+    def __init__(self):
+        self.gate = os.pipe()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        os.read(self.gate[0], 1)
+        return torch.ones(1)
+
+    def start(self, _worker):
+        os.read(self.gate[0], 1)
+
+    def open(self, times):
+        os.write(self.gate[1], b"." * times)
+
+
+def watched(taker, doing):
+    """The first pulse of that kind; a hang ends the test."""
+    deadline = time.monotonic() + 60
+    while (found := taker.take(0.0, stack=True)).doing != doing:
+        assert time.monotonic() < deadline, found.stack
+        time.sleep(0.01)
+    return found
+
+
+def test_a_first_batch_of_workers_is_told_from_a_later_one():
+    gate = Gate()
+    loader = DataLoader(gate, num_workers=1, worker_init_fn=gate.start, prefetch_factor=1)
+    took = []
+    taker = PulseTaker(RunState(), 0)
+    seen = []
+
+    def look():
+        try:
+            seen.append(watched(taker, "starting"))
+            gate.open(2)  # the worker begins, and gives the first sample
+            seen.append(watched(taker, "data"))
+        finally:
+            gate.open(20)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    took.extend(loader)
+    looking.join()
+    assert len(took) == 8
+    first, later = seen
+    assert first.starts
+    assert "waiting for the first batch of its loader, whose workers start" in first.describe(silent=False)
+    assert not later.starts
+    assert "waiting for its loader" in later.describe(silent=False)
