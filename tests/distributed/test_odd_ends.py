@@ -86,6 +86,23 @@ TOLD = {
 }
 
 
+# What says it all, and has to stand before any traceback.
+SENTENCES = {
+    "_exit": r"rank 1 ended early with exit code 0|the process of rank 1 ended, last seen in fit at step \d.*; then this",
+    "exit": r"rank 1 ended early with exit code 0|rank 1 failed in fit at step 5|SystemExit: 0",
+    "uneven": r"rank 1 has come to the end of its loader after 5 batches of epoch 0",
+    "stop": r"because of rank 1 as it seems",
+}
+
+
+def check_order(what, told):
+    """The sentence comes before tracebacks and stacks, and before what Gloo or torch say of it."""
+    sentence = re.search(SENTENCES[what], told)
+    assert sentence, told
+    others = re.search(r"Traceback|stack of rank|Connection closed|terminated|ChildFailedError", told)
+    assert others is None or sentence.start() < others.start(), told
+
+
 def check(what):
     began = time.monotonic()
     with pytest.raises(DistributedError) as caught:
@@ -93,6 +110,7 @@ def check(what):
     told = str(caught.value)
     for part in TOLD[what]:
         assert re.search(part, told), told
+    check_order(what, told)
     assert "takes too much memory" not in told
     # The patience, and what a busy machine takes; the starter would wait for 30 seconds more.
     assert time.monotonic() - began < SECONDS + 12
@@ -127,5 +145,10 @@ def test_it_is_named_under_torchrun(tmp_path):
             parts = [part for part in TOLD[what] if "ended early" not in part]  # what only our starter knows
             for part in parts:
                 assert re.search(part, err), err
+            # What the failed rank itself says, and what torchrun makes of its record.
+            own, _, summary = err.partition("ChildFailedError")
+            check_order(what, summary.partition("Root Cause")[2])
+            if what == "uneven":
+                check_order(what, own)
     # torchrun itself would wait for 30 seconds more.
     assert time.time() - (tmp_path / "stopped").stat().st_mtime < 24 + 10

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
 
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError
-from fabricamp.launch import record_failure
+from fabricamp.launch import BEFORE, detect, explained_without_traceback, record_failure
 from fabricamp.launch.failures import as_error, find_cause
 from fabricamp.launch.recording import OTHERS
 
@@ -131,6 +132,72 @@ def test_errors_come_back_as_what_they_were(tmp_path, monkeypatch, kind):
     assert type(error) is (DistributedError if kind is KeyError else kind)
     assert "what: was wrong" in str(error)
     assert "rank 1 ended with exit code 1" in str(error)
+
+
+def test_the_sentence_of_an_own_error_comes_before_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    with pytest.raises(DistributedError) as caught:
+        raise DistributedError("what: was wrong")
+    record_failure(caught.value)
+    cause = find_cause({1: Ended(1)}, tmp_path)
+    first, second, *rest = [line for line in cause.report().splitlines() if line]
+    assert first == "rank 1 ended with exit code 1"
+    assert second == "DistributedError: what: was wrong"
+    assert "Traceback (most recent call last):" in rest
+    assert cause.report().count("what: was wrong") == 2  # the other is the line of the script
+    assert str(as_error(cause)).splitlines()[0] == "what: was wrong"
+
+
+def test_what_became_of_another_rank_comes_before_what_this_one_saw(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    error = RuntimeError("Connection closed by peer")
+    error.add_note(f"{BEFORE}the process of rank 1 ended, last seen in fit at step 5")
+    record_failure(error)
+    report = find_cause({0: Ended(1)}, tmp_path).report()
+    assert "\n\nthe process of rank 1 ended, last seen in fit at step 5; then this rank failed:\n" in report
+    assert report.index("the process of rank 1") < report.index("Connection closed by peer")
+
+
+def test_the_error_of_a_user_keeps_python_s_order(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    with pytest.raises(ValueError, match="mine") as caught:
+        raise ValueError("mine")
+    record_failure(caught.value)
+    report = find_cause({0: Ended(1)}, tmp_path).report()
+    assert report.rstrip().endswith("ValueError: mine")
+    assert report.index("Traceback") < report.index("ValueError: mine")
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (CheckpointError, 1)])
+def test_an_explained_error_has_its_exit_code_from_the_first_moment(tmp_path, monkeypatch, kind, code):
+    """Its rank was ended, by another's SIGTERM or by an abort, before it could exit."""
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    with explained_without_traceback({ConfigError: 2, CheckpointError: 1}), pytest.raises(kind) as caught:
+        raise kind("this cannot work")
+    with explained_without_traceback({ConfigError: 2, CheckpointError: 1}):
+        record_failure(caught.value)
+    for ended in (-signal.SIGTERM, -signal.SIGABRT):
+        cause = find_cause({1: Ended(ended)}, tmp_path)
+        assert cause.shell_code() == code
+        assert "this cannot work" in cause.report()
+        assert "Traceback" not in cause.report()
+
+
+def test_a_rank_of_another_starter_shows_the_sentence_first(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for name, value in {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert detect().world_size == 2
+    with pytest.raises(DistributedError) as caught:
+        raise DistributedError("what: was wrong")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err.startswith("DistributedError: what: was wrong\n")
 
 
 def test_what_is_recorded(tmp_path, monkeypatch):
