@@ -9,7 +9,7 @@ from fabricamp.callbacks._cadence import Every, validation_times
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
 
@@ -58,7 +58,7 @@ class FitParts:
     limits: Limits
     validate: Callable[[], bool] | None
     moments: Moments
-    together: Callable[[Iterable[Any]], Iterable[Any]]
+    together: Callable[[Iterable[Any]], Iterator[Any]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
     renew: Callable[[FitParts], None]

@@ -105,14 +105,14 @@ class Watchdog:
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
         return list(before)
 
-    def together(self, batches: Iterable[Any]) -> Iterable[Any]:
+    def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Returns ``batches``, of which none gives the first one before every rank has its own, or knows that there is none.
 
         Workers of a loader may start slowly on one rank.  The others would wait for it in an exchange, which fails after the
         strategy's timeout; here they wait as long as the watch finds nothing wrong.
         """
         if self._store is None:
-            return batches
+            return iter(batches)
         return itertools.chain.from_iterable(self._first_and_rest(iter(batches)))
 
     def _first_and_rest(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
