@@ -18,7 +18,7 @@ PACKAGE = Path(torch_private.__file__).parent
 OTHERS = {  # private names that are not torch's: of the standard library, torchmetrics, torchrun's agent, OmegaConf, apex
     "_asdict", "_fields", "_field_defaults", "_getframe", "_current_frames", "_option_string_actions", "_defaults",
     "_reductions", "_update_count", "_resolvers", "_amp_stash", "_copied_masters", "_wrapped_by_lr_sched", "_opt_called",
-    "_first_recorded_ns",
+    "_first_recorded_ns", "_exit",
 }  # fmt: skip
 MARKS = {"_dynamo_marked_constant"}  # set on functions of ours, for torch.compile to find
 
@@ -84,6 +84,7 @@ def samples(tmp_path_factory):
         "torch.Tensor": torch.zeros(1),
         "torch.UntypedStorage": torch.zeros(1).untyped_storage(),
         "torch.utils.data.DataLoader": DataLoader([0]),
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": iter(DataLoader([0], num_workers=1)),
         "torch.utils.tensorboard.SummaryWriter": SummaryWriter,
         "torch.distributed.ProcessGroup": group,
         "torch.distributed.tensor.DTensor": DTensor.from_local(torch.zeros(1), init_device_mesh("cpu", (1,))),
