@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import fabricamp.messages  # noqa: F401 - makes the logger ready that every part speaks through
+
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import logging
+import math
 import os
 import signal
 import sys
@@ -14,6 +18,8 @@ from fabricamp.errors import CheckpointError, ConfigError, FabricampError, neare
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
+
+_LOG = logging.getLogger("fabricamp")
 
 RUNS = {
     "fit": "train, from the start or on from ckpt_path",
@@ -80,7 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Unknown options go to the overrides, whose error says how these are written.
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
-            return _run(options.command, options.config, [*options.overrides, *unknown])
+            as_json = options.command == "predict" and options.json
+            # What the user's code prints would stand beside the JSON.
+            with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+                predictions = _run(options.command, options.config, [*options.overrides, *unknown], as_json=as_json)
+            if as_json and predictions is not None:
+                print(json.dumps({"predictions": predictions}, allow_nan=False))
+            return 0
         if options.command == "bench":
             return _measure(options, unknown)
         if unknown:
@@ -127,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
             metavar="key=value",
             help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
+        if name == "predict":
+            about = "write predictions as one JSON to stdout, all else to stderr, and no predictions.pt; nan and inf are null"
+            command.add_argument("--json", action="store_true", help=about)
         if name == "bench":
             command.add_argument("--steps", type=int, default=100, help="how many are measured; 100 by default")
             command.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too")
@@ -299,7 +314,8 @@ def _examples_of(command: str) -> str:
     return "\n".join(["examples:" if len(own) > 1 else "example:", *own, "", lines[-1]])
 
 
-def _run(command: str, path: Path, overrides: list[str]) -> int:
+def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> list[Any] | None:
+    """Runs the command; returns what ``predict`` predicted, for JSON, on the first rank."""
     from fabricamp.config import build_parts, check_config, read_config
     from fabricamp.launch import explained_without_traceback
 
@@ -309,18 +325,35 @@ def _run(command: str, path: Path, overrides: list[str]) -> int:
     if ckpt_path is not None:
         _check_there(ckpt_path)
     elif command != "fit" and trainer.is_global_zero and not _started():
-        print(
-            f"fabricamp: {command} uses the module's initial weights; give ckpt_path=FILE to load others",
-            file=sys.stderr,
-        )
+        _LOG.warning("%s uses the module's initial weights; give ckpt_path=FILE to load others", command)
     entry: Any = getattr(trainer, command)
     with explained_without_traceback(_CODES):
         result = entry(module, datamodule=data, ckpt_path=ckpt_path)
-    if command == "predict":
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero:
-            _save_predictions(folder / "predictions.pt", result)
-    return 0
+    if command != "predict" or not trainer.is_global_zero:
+        return None
+    if as_json:
+        return [_plain(one) for one in result]
+    folder = Path(trainer.log_dir or trainer.default_root_dir)
+    _save_predictions(folder / "predictions.pt", result)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON holds it; raises :class:`ConfigError` for what it has no form for."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, or NumPy's array or number
+        return _plain(value.tolist())
+    raise ConfigError(
+        f"predict_step returned a value of class {type(value).__name__}, for which JSON has no form; return tensors, numbers, "
+        "strings, lists and dicts of them, or leave --json out, for predictions.pt"
+    )
 
 
 def _check_there(ckpt_path: str) -> None:

@@ -262,9 +262,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         """
         metrics = self._attachment.metrics
         if metrics is None:
-            say_once(
-                "fabricamp: self.log outside a Trainer's fit, validate and test, and with barebones=True, logs nothing"
-            )
+            say_once("self.log outside a Trainer's fit, validate and test, and with barebones=True, logs nothing")
             return
         call = (
             name, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group, add_dataloader_idx, rank_zero_only

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
+from fabricamp.first_rank import started_rank
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("fabricamp")
 _SEED = "FABRICAMP_GLOBAL_SEED"
 _LIGHTNINGS_SEED = "PL_GLOBAL_SEED"
 _WORKERS = "FABRICAMP_SEED_WORKERS"
@@ -38,8 +39,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     for name in (_WORKERS, _LIGHTNINGS_WORKERS):
         os.environ[name] = str(int(workers))
     _seed_all(seed)
-    if verbose:
-        _LOG.info("seed set to %d", seed)
+    if verbose and started_rank() == 0:
+        _LOG.info("Seed set to %d", seed)
     return seed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -49,7 +50,10 @@ class Net(TrainingModule):
     test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
-        return batch[0][:, 0]
+        if self.fail == "loud":
+            print("from the step")
+            return {"x": batch[0][:, 0], "half": (batch[0][0, 1].bfloat16() / 0, batch_idx, None, "name")}
+        return object() if self.fail == "object" else batch[0][:, 0]
 
     def configure_optimizers(self):
         if self.fail == "early":  # before torch's optimizers import their compiler
@@ -174,17 +178,42 @@ def test_bench_measures_a_graph_too(capsys):
     assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["data", "host", "graph"]
 
 
-def test_validate_test_and_predict(capfd):
+def test_validate_test_and_predict(capfd, caplog):
     assert main(["validate", "config.yaml"]) == 0
-    assert "val_loss" in capfd.readouterr().out
+    assert "val_loss" in caplog.text
     assert main(["test", "config.yaml"]) == 0
-    assert "test uses the module's initial weights; give ckpt_path=FILE" in capfd.readouterr().err
+    assert "test uses the module's initial weights; give ckpt_path=FILE" in caplog.text
+    capfd.readouterr()
     assert main(["predict", "config.yaml"]) == 0
-    import torch
 
     (file,) = Path.cwd().rglob("predictions.pt")
-    assert str(file) in capfd.readouterr().out
+    assert capfd.readouterr().out == f"predictions: {file}\n"
     assert torch.cat(torch.load(file, weights_only=True)["predictions"]).tolist() == [0, 2, 4, 6, 8]
+
+
+def test_predictions_as_json_are_alone_on_stdout(capfd):
+    words = ["--json", "module.fail=loud", "trainer.enable_progress_bar=true", "trainer.limit_predict_batches=2"]
+    assert main(["predict", "config.yaml", *words]) == 0
+    out, err = capfd.readouterr()
+    first = {"x": [0.0], "half": [None, 0, None, "name"]}
+    assert json.loads(out) == {"predictions": [first, {"x": [2.0], "half": [None, 1, None, "name"]}]}
+    assert "from the step" in err
+    assert not list(Path.cwd().rglob("predictions.pt"))
+
+
+def test_predictions_of_two_processes_are_one_json():
+    done = run("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0], [4.0], [6.0], [8.0]]
+    assert done.stderr.count("from the step") == 5
+
+
+def test_what_json_cannot_hold_is_named(capfd):
+    assert main(["predict", "config.yaml", "--json", "module.fail=object"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "predict_step returned a value of class object, for which JSON has no form" in err
+    assert "leave --json out" in err
 
 
 @pytest.mark.parametrize(

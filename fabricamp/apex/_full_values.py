@@ -91,6 +91,6 @@ class _FullOnSave:
         """Says once that somebody, who averages weights most likely, wrote into what a state dict gave, which ends there."""
         if self._widened is not None and self._widened._version:
             say_once(
-                "fabricamp: the state dict of a half model has fp32 copies, and what was written into them does not reach the "
+                "the state dict of a half model has fp32 copies, and what was written into them does not reach the "
                 "model; average the weights in a copy.deepcopy(model) of before the model became half"
             )

@@ -35,7 +35,7 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
         _refuse_a_misspelt_word(trainer, ckpt_path)
         alone = not trainer.strategy.heals
         if ckpt_path is None and alone and trainer.state.fitting and trainer.local_rank == 0 and restarts():
-            _LOG.warning("fabricamp: torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
+            _LOG.warning("torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:
         raise ConfigError(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
+_LOG = logging.getLogger("fabricamp")
+
 Pairs = list[tuple[str, str]]
 """What a line says: names and values, either of which may be empty."""
 
@@ -104,7 +106,7 @@ def duration(seconds: float) -> str:
 
 
 class Screen:
-    """Plain lines on stdout, for files, pipes and logs."""
+    """Plain lines through logger ``fabricamp``, for files, pipes and logs."""
 
     is_live = False
 
@@ -120,7 +122,7 @@ class Screen:
     def write(self, pairs: Pairs) -> None:
         """Writes a line that stays."""
         line = _GAP.join(text for name, value in pairs if (text := f"{name} {value}".strip()))
-        print(line, flush=True)
+        _LOG.info(line)
 
     def close(self, *, keep: bool) -> None:
         """Gives the terminal back; with ``keep`` the last picture stays."""

@@ -39,7 +39,7 @@ class AmpState(Callback):
     """
 
     _trainer: Trainer | None = None
-    _due = 0
+    _due: float = 0
     _skipped = 0
     _overflowed_at = -1
 
@@ -72,7 +72,7 @@ class AmpState(Callback):
             self._tell_of_overflow(verdicts, step, tells=trainer.is_global_zero)
         if step < self._due:
             return
-        every = trainer.log_every_n_steps
+        every = trainer.log_every_n_steps or math.inf
         self._due = (step // every + 1) * every
         if step % every == 0:
             self._log(trainer, step)
@@ -82,7 +82,7 @@ class AmpState(Callback):
         goes_on, self._overflowed_at = step - self._overflowed_at <= 1, step
         self._skipped = verdicts.skipped_steps
         if tells and not goes_on and verdicts.policy in (None, "skip"):
-            logger.warning("fabricamp: a step was skipped: %s", verdicts.explain(step))
+            logger.warning("a step was skipped: %s", verdicts.explain(step))
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Logs where training ended."""

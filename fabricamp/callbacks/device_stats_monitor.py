@@ -124,7 +124,8 @@ class DeviceStatsMonitor(Callback):
 
 def is_due(trainer: Trainer, number: int) -> bool:
     """Whether the ``number``-th step, or batch of an evaluation, is one of those that are logged."""
-    return number % trainer.log_every_n_steps == 0 or trainer.state.should_stop
+    every = trainer.log_every_n_steps
+    return every > 0 and (number % every == 0 or trainer.state.should_stop)
 
 
 def wants_cpu(device: torch.device, cpu_stats: bool | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class EarlyStoppingReason(enum.Enum):
@@ -39,14 +42,14 @@ class EarlyStopping(Callback):
         monitor: the logged value to watch.
         min_delta: the least change that counts as an improvement.
         patience: after how many checks without an improvement training ends.
-        verbose: prints each improvement.
+        verbose: logs each improvement.
         mode: "min" or "max": which value is better.
         strict: a ``monitor`` that was not logged is an error.
         check_finite: ends training at once if it is nan or inf.
         stopping_threshold: ends training at once if the value is better than this.
         divergence_threshold: ends training at once if the value is worse than this.
         check_on_train_epoch_end: checks at the end of the train epoch; None: if validation runs at its end, or not at all.
-        log_rank_zero_only: prints messages once; False: on each rank.
+        log_rank_zero_only: logs messages once; False: on each rank.
 
     Example:
         >>> stopping = EarlyStopping(monitor="val_loss", patience=5, min_delta=0.001)
@@ -230,9 +233,11 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, ""
+        by = f" by more than min_delta={self.min_delta:g}" if self.min_delta else ""
+        checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks"
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"{self.monitor} has not got better than {self._best:.6g} in {self.wait_count} checks",
+            f"{self.monitor} has not got better than {self._best:.6g}{by} in {checks}",
         )
 
     def _better(self, value: float, than: float) -> bool:
@@ -240,6 +245,7 @@ class EarlyStopping(Callback):
 
     def _say(self, trainer: Trainer, message: str) -> None:
         if self.log_rank_zero_only:
-            trainer.print(f"EarlyStopping: {message}")
+            if trainer.is_global_zero:
+                _LOG.info("EarlyStopping: %s", message)
         else:
-            print(f"[rank {trainer.global_rank}] EarlyStopping: {message}", flush=True)
+            _LOG.info("[rank %d] EarlyStopping: %s", trainer.global_rank, message)

@@ -133,7 +133,7 @@ class BaseFinetuning(Callback):
         new = [one for one in given if id(one) not in known]
         if len(new) < len(given):
             _LOG.warning(
-                "fabricamp: %s updates %d of %d parameters already, and they stay in their group; give it those that require "
+                "%s updates %d of %d parameters already, and they stay in their group; give it those that require "
                 "gradients alone: %s(filter(lambda p: p.requires_grad, self.parameters()), ...)",
                 type(optimizer).__name__, len(given) - len(new), len(given), type(optimizer).__name__,
             )  # fmt: skip
@@ -332,7 +332,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = rate
         if self.verbose:
             _LOG.info(
-                "fabricamp: learning rate %s, of the backbone %s",
+                "learning rate %s, of the backbone %s",
                 round(others, self.rounding), round(rate, self.rounding),
             )  # fmt: skip
 

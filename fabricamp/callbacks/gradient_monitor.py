@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +67,7 @@ class GradientMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Logs them in a step that is logged."""
-        if (trainer.global_step + 1) % trainer.log_every_n_steps:  # the same steps on every rank
+        if (trainer.global_step + 1) % (trainer.log_every_n_steps or math.inf):  # the same steps on every rank
             return
         own = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
         named = [(name, one.grad) for name, one in pl_module.named_parameters() if id(one) in own]

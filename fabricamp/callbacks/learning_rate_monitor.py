@@ -63,7 +63,7 @@ class LearningRateMonitor(Callback):
         """The learning rates that were logged in this fit, by name."""
         self.last_momentum_values: dict[str, float] = {}
         """The momenta that were logged last, by name."""
-        self._next_step = 0
+        self._next_step: float = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Names the optimizers; raises where nobody would take the values."""
@@ -92,8 +92,8 @@ class LearningRateMonitor(Callback):
         if trainer.state.batch_idx == 0:
             self._log(trainer, "epoch", trainer.global_step)
 
-    def _due_after(self, trainer: Trainer, step: int) -> int:
-        every = trainer.log_every_n_steps or 1
+    def _due_after(self, trainer: Trainer, step: int) -> float:
+        every = trainer.log_every_n_steps or math.inf
         return (step // every + 1) * every
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
+_LOG = logging.getLogger("fabricamp")
+
 
 class ModelCheckpoint(Callback):
     """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
@@ -42,7 +45,7 @@ class ModelCheckpoint(Callback):
         dirpath: the folder, or a URL that fsspec opens (``s3://bucket/run``); None is ``checkpoints`` in the logger's folder.
         filename: a name that may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for a metric that was not logged.
         monitor: the logged value by which the best are kept; None keeps the newest.
-        verbose: prints a line for each file.
+        verbose: logs a line for each file.
         save_last: True also keeps the newest as ``last.ckpt`` (and the one before, if no other file holds it, as
             ``last-previous.ckpt``); "link" keeps a symbolic link to it.
         save_top_k: how many of the best are kept; -1 all, 0 none; without ``monitor`` 1, 0 or -1.
@@ -323,8 +326,8 @@ class ModelCheckpoint(Callback):
         self._judged_step = trainer.global_step if ranked else self._judged_step
         self._write(trainer, plan)
         self._saved_step = trainer.global_step
-        if self.verbose:
-            trainer.print(f"{type(self).__name__}: step {trainer.global_step} is saved in {plan.target}")
+        if self.verbose and trainer.is_global_zero:
+            _LOG.info("%s: step %d is saved in %s", type(self).__name__, trainer.global_step, plan.target)
 
     def _write(self, trainer: Trainer, plan: Plan) -> None:
         self._hand_over(trainer, plan)

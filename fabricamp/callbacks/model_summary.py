@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
+from fabricamp.messages import on_screen
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.precision import OptLevel
 from fabricamp.precision.casting import convertible_modules
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
     from fabricamp.trainer import Trainer
+
+_LOG = logging.getLogger("fabricamp")
 
 _COLUMNS = ("Name", "Type", "Params", "Trainable", "Size")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -114,15 +117,16 @@ class Summary:
         return "\n".join([*table, *self.notes()])
 
     def show(self) -> None:
-        """Prints it: as a table on a terminal and in a notebook, as plain text elsewhere."""
+        """Shows it: as a table on a terminal and in a notebook, elsewhere in plain lines through logger ``fabricamp``."""
         from rich import box, get_console
         from rich.table import Table
         from rich.text import Text
 
-        console = get_console()
-        if not (sys.stdout.isatty() or console.is_jupyter):
-            print(self)
+        if not on_screen():
+            for line in str(self).splitlines():
+                _LOG.info(line)
             return
+        console = get_console()
         if self.rows:
             table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
             for index, column in enumerate(_COLUMNS):

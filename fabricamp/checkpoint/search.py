@@ -40,7 +40,7 @@ class Candidates:
     def pass_over(self, problem: str) -> None:
         """Notes, and tells, why the last one is not the one."""
         self._problems.append(problem)
-        logger.warning("fabricamp: passed over, an older one is tried: %s", problem)
+        logger.warning("passed over, an older one is tried: %s", problem)
 
     def _walk(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
         for files in groups:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from fabricamp import launch
 from fabricamp.engine.explanations import explain
-from fabricamp.engine.notices import say
 from fabricamp.errors import DistributedError, NonFiniteError
 from fabricamp.hooks import call_all
 from fabricamp.lightning.given import hand_back
@@ -86,7 +85,7 @@ def _requeue(trainer: Trainer, reason: str) -> None:
     """Asks for the job to be run again; all ranks wait for that, since a starter may end the others where the first one leaves."""
     try:
         if not hand_on(reason) and trainer.is_global_zero and (said := launch.requeue_job()):
-            say(f"fabricamp: {said}")
+            _LOG.info(said)
     finally:
         with contextlib.suppress(DistributedError):
             trainer.strategy.barrier("the requeue")
@@ -94,7 +93,8 @@ def _requeue(trainer: Trainer, reason: str) -> None:
 
 def _tell_of_interruption(trainer: Trainer, word: str) -> None:
     path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "")
-    say(f"{word} at step {trainer.global_step}" + (f'; ckpt_path="last" goes on from {path}' if path else ""))
+    how = f'; ckpt_path="last" goes on from {path}' if path else ""
+    _LOG.info("%s at step %d%s", word, trainer.global_step, how)
 
 
 def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
@@ -102,7 +102,7 @@ def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
     call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
     if trainer.is_global_zero:
         path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "none")
-        _LOG.warning("fabricamp: %s; checkpoint: %s", explanation, path)
+        _LOG.warning("%s; checkpoint: %s", explanation, path)
 
 
 def _close(trainer: Trainer, session: Session) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch
 from fabricamp.data import Feed
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, ModuleHooks, call_all, overrides
+from fabricamp.messages import on_screen
 from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Precision
     from fabricamp.strategies.base import Strategy
     from fabricamp.watchdog import StopAgreement
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class EvaluationLoop:
@@ -207,11 +212,19 @@ def gather_predictions(everyone: list[list[list[Any]]], strategy: Strategy) -> l
 
 
 def print_results(kind: str, results: list[dict[str, float]]) -> None:
-    """Prints the logged values as a table, a column a loader."""
+    """Shows the logged values as a table, a column a loader; where stdout leads to no screen, line by line through the logger."""
     from rich import get_console
+    from rich.console import Console
     from rich.table import Table
 
     table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
     for name in sorted({name for result in results for name in result}):
         table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
-    get_console().print(table)
+    console = get_console()
+    if on_screen():
+        console.print(table)
+        return
+    text = io.StringIO()
+    Console(file=text, width=console.width).print(table)
+    for line in text.getvalue().splitlines():
+        _LOG.info(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,7 +44,7 @@ class FitLoop:
         times = parts.limits.validation_times
         by_times = None if times is None else ValidationCadence(times, parts.state, parts.strategy).is_due
         self._validation_is_due = by_times or self._due_by_batches
-        self._due = 0
+        self._due: float = 0
         self._accumulate_grad_nodes: list[GradientEdge] = []
         self._told_of_no_step = False
         self._idle = False
@@ -250,7 +251,7 @@ class FitLoop:
             why = "training_step returned None for each of its batches; return the loss"
         else:
             why = "training_step called no optimizer's step; call self.optimizers().step() in it"
-        _LOG.warning("fabricamp: epoch %d ended without a step: %s", self.state.epoch + 1, why)
+        _LOG.warning("epoch %d ended without a step: %s", self.state.epoch + 1, why)
 
     def _done(self, *, in_epoch: bool = False) -> bool:
         """Whether training ends at this boundary: behind a step ``in_epoch``, or between two epochs."""
@@ -270,7 +271,8 @@ class FitLoop:
 
     def _after_step(self) -> None:
         """What is not to be done at every step: flushes and their arrival, the look at the clock."""
-        step, every, deadline = self.state.global_step, self._settings.log_every_n_steps, self.parts.limits.deadline
+        step, deadline = self.state.global_step, self.parts.limits.deadline
+        every = self._settings.log_every_n_steps or math.inf
         self.metrics.poll(step)
         if step % every == 0:
             self.metrics.flush(step)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +46,17 @@ class Notices:
         """Which workers are started anew in each epoch; told once the ``loader`` to train on has been asked for."""
         if self._session.settings.max_epochs != 1 and not self._trainer.fast_dev_run:
             self.say(*_workers_of(loader))
+
+    def rows(self) -> None:
+        """That no step will be logged, where the run ends before the first row; told once its number of steps is known."""
+        trainer, every = self._trainer, self._session.settings.log_every_n_steps
+        done, end = trainer.global_step, trainer.estimated_stepping_batches
+        if not trainer.loggers or trainer.fast_dev_run or not every or not done < end < (done // every + 1) * every:
+            return
+        steps = "1 step" if end - done == 1 else f"{end - done:.0f} steps"
+        self.say(
+            f"log_every_n_steps={every} is more than the {steps} of this run: only values of epochs will be logged"
+        )
 
     def weights(self, *, chosen: bool) -> None:
         """Which file an evaluation takes its weights from, if it takes them from one; ``chosen``: nobody named it."""
@@ -109,9 +117,9 @@ class Notices:
         return f"Ended at step {state.global_step}: {self.reason()}"
 
     def say(self, *lines: str) -> None:
-        """Prints lines, where this run speaks."""
+        """Logs lines as information, where this run speaks."""
         for line in lines if self._speaks else ():
-            say(line)
+            _LOG.info(line)
 
 
 def _workers_of(loader: Any) -> Iterator[str]:
@@ -130,15 +138,6 @@ def _workers_of(loader: Any) -> Iterator[str]:
 def _shows(callback: Callback) -> bool:
     """Whether it is a bar or summary; a bar that is switched off is none."""
     return isinstance(callback, ModelSummary) or (isinstance(callback, ProgressBar) and callback.is_enabled)
-
-
-def say(line: str) -> None:
-    """Prints ``line``; on a terminal it is broken between words."""
-    if sys.stdout.isatty():
-        width = max(shutil.get_terminal_size().columns, 20)
-        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    with contextlib.suppress(OSError):  # the terminal, or the reader of the pipe, is gone: no reason for a run to fail
-        print(line, flush=True)
 
 
 def shown(path: str | Path | None) -> str:

@@ -85,7 +85,7 @@ class OpenWindow(Section):
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
             _LOG.warning(
-                "fabricamp: the checkpoint was written within an accumulation window, whose gradients are left out, of %s "
+                "the checkpoint was written within an accumulation window, whose gradients are left out, of %s "
                 "micro-batches: %s",
                 loop["open_batches"], problem,
             )  # fmt: skip

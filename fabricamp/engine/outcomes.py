@@ -88,7 +88,7 @@ class Outcomes:
                 f"; the loss scale is {verdicts.scale:g} now, which finds its size by such steps: a few are no fault"
             )
             logger.warning(
-                "fabricamp: %s skipped, as gradients were not finite (%d in all%s)",
+                "%s skipped, as gradients were not finite (%d in all%s)",
                 "1 step was" if count == 1 else f"{count} steps were",
                 verdicts.skipped_steps,
                 moving if verdicts.dynamic else "",

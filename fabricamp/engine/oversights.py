@@ -104,7 +104,7 @@ def warn_of_oversights(
     """Warns where nothing will be trained, and of methods whose names are nearly those of hooks that their classes leave alone."""
     if module.automatic_optimization and not optimizers:
         _LOG.warning(
-            "fabricamp: %s.configure_optimizers returned no optimizer: no weight will change; end it with 'return optimizer' where "
+            "%s.configure_optimizers returned no optimizer: no weight will change; end it with 'return optimizer' where "
             "one is meant",
             type(module).__name__,
         )
@@ -113,7 +113,7 @@ def warn_of_oversights(
         owners.append((datamodule, DataModule))
     for owner, base in owners:
         for given, meant in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
-            _LOG.warning("fabricamp: %s.%s is no hook; did you mean %r?", type(owner).__name__, given, meant)
+            _LOG.warning("%s.%s is no hook; did you mean %r?", type(owner).__name__, given, meant)
 
 
 def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:

@@ -284,7 +284,7 @@ def _restore_buffers(module: TrainingModule, saved: dict[str, Tensor]) -> None:
 def _tell_of_ranks(before: int, now: int) -> None:
     if before != now:
         _LOG.warning(
-            "fabricamp: the checkpoint was written by %d process%s and is resumed by %d: data goes on in the same order behind the "
+            "the checkpoint was written by %d process%s and is resumed by %d: data goes on in the same order behind the "
             "same sample; a step has the samples that on_world_change says, random numbers and the rounding of sums are others",
             before, "" if before == 1 else "es", now,
         )  # fmt: skip
@@ -293,7 +293,7 @@ def _tell_of_ranks(before: int, now: int) -> None:
 def _tell_of_reading(feed: Feed, batch_idx: int) -> None:
     if batch_idx and feed.read_past:
         _LOG.warning(
-            "fabricamp: %s is read from its beginning up to batch %d, which is exact if it draws no random numbers on the way; "
+            "%s is read from its beginning up to batch %d, which is exact if it draws no random numbers on the way; "
             "torch's DataLoader with its default sampler begins anywhere, and so do loaders with state_dict and load_state_dict",
             ", ".join(sorted(set(feed.read_past))), batch_idx,
         )  # fmt: skip

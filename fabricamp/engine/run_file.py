@@ -68,7 +68,7 @@ def _never_an_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - what a run is worth does not hang on a description of it
-        _LOG.warning("fabricamp: %s is not written: %s", NAME, error)
+        _LOG.warning("%s is not written: %s", NAME, error)
 
 
 def _folder_of(session: Session) -> Path | None:

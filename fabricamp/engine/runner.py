@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from fabricamp.engine.ending import giving_back
 from fabricamp.engine.healing import join_groups
 from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.kernel_choice import kernel_choice
-from fabricamp.engine.notices import say
 from fabricamp.engine.oversights import check_steps
 from fabricamp.engine.profiling import reported
 from fabricamp.engine.session import Session
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Environment
     from fabricamp.trainer import Trainer
     from fabricamp.trainer.arguments import Settings
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class Runner:
@@ -217,7 +219,7 @@ class Runner:
         self.take_callbacks(module)
         for line in lines_of((*trainer.callbacks, *trainer.loggers)):
             if trainer.is_global_zero:
-                say(line)
+                _LOG.info(line)
         if fn is TrainerFn.FITTING:
             trainer.state = trainer.state.of_next_fit()
         trainer.state.begin(fn)

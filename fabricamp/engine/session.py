@@ -246,6 +246,7 @@ class Session:
         """What the loop works with; the loader to train on is asked for before those to validate on."""
         length = self.data.num_training_batches
         self.notices.workers(self.data.train_loader)
+        self.notices.rows()
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )

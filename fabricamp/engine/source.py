@@ -171,7 +171,7 @@ class DataSource:
             found = self._ask(name) if used else None
             if not used and limit != 0 and self._source.given(name) is not None and self._strategy.rank == 0:
                 logger.warning(
-                    "fabricamp: val_dataloaders are given, but %s has no validation_step: nothing is validated",
+                    "val_dataloaders are given, but %s has no validation_step: nothing is validated",
                     type(self._module).__name__,
                 )
             if found is not None and name == "val" and self.validates_on_training:

@@ -21,6 +21,7 @@ from fabricamp.launch.agent import ENDINGS, run_agent
 from fabricamp.launch.failures import as_error, find_cause
 from fabricamp.launch.start import check_fork, rerun_command
 from fabricamp.launch.starter import end_with_starter
+from fabricamp.messages import LOGGER, level
 from fabricamp.rng import capture_rng, restore_rng
 
 _FORK_SECONDS = 60
@@ -64,9 +65,11 @@ def run_function(
         folder = Path(name)
         if start_method == "fork":
             check_fork()
-            job = _Job(function, args, capture_rng(), multiprocessing.get_context("fork").Barrier(num_processes))
+            job = _Job(
+                function, args, capture_rng(), level(), multiprocessing.get_context("fork").Barrier(num_processes)
+            )
         else:
-            job = _Job(function, args, capture_rng())
+            job = _Job(function, args, capture_rng(), level())
             # Saved, not handed over: tensors handed to a spawned process are shared with it, and all ranks would train the same.
             _save_job(job, folder)
         outcome = run_agent(
@@ -115,6 +118,8 @@ class _Job(NamedTuple):
     args: tuple[Any, ...]
     rng: dict[str, Any]
     """The starter's random numbers: a spawned worker has others, and Python draws a new seed behind a fork."""
+    level: int
+    """What the starter shows: a spawned worker knows nothing of how logging was configured."""
     all_here: Any = None
     """A barrier of all ranks, where they are forked."""
 
@@ -129,6 +134,7 @@ def _work(folder: Path, job: _Job | None) -> None:
     end_with_starter()
     if job is None:
         job = _load_job(folder)
+        LOGGER.setLevel(job.level)
     else:
         # Garbage of the starter is not a rank's to collect: stores and groups would wait for threads that were not forked.
         gc.freeze()
@@ -157,7 +163,7 @@ def _show_text_only() -> None:
 
 def _save_job(job: _Job, folder: Path) -> None:
     try:
-        torch.save(job[:3], folder / "job")
+        torch.save(job[:4], folder / "job")
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"start_method='spawn' cannot send its work to other processes ({error}); define classes and functions at the top of "

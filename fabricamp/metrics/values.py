@@ -76,7 +76,7 @@ def tell_of_lengths(name: str, batch: Any) -> None:
     lengths = {one.shape[0] for one in tensors_within(batch) if one.ndim}
     if len(lengths) > 1:
         say_once(
-            f"fabricamp: self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor, but its "
+            f"self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor, but its "
             "tensors are not equally long; pass batch_size="
         )
 

@@ -42,7 +42,7 @@ class LossWatch:
                 continue
             self._told.add(name)
             logger.warning(
-                "fabricamp: %s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
+                "%s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
                 "gradient that is not finite, with the weights from before and the parameter's name",
                 name, value, step,
             )  # fmt: skip

@@ -64,7 +64,5 @@ def leave_fused(optimizer: torch.optim.SGD, *, tell: bool) -> None:
         if group["fused"]:
             group["fused"] = False
             if tell:
-                logger.warning(
-                    "fabricamp: torch's SGD(fused=True) does not update half weights on CPU; fused=False is used"
-                )
+                logger.warning("torch's SGD(fused=True) does not update half weights on CPU; fused=False is used")
                 tell = False

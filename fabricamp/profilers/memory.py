@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.arguments.checks import check_count, check_number
@@ -10,6 +11,8 @@ from fabricamp.torch_private import forget_memory, record_memory, write_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class MemoryProfiler(Profiler):
@@ -77,7 +80,7 @@ class MemoryProfiler(Profiler):
         if self._records:
             self._end()
             if not self._local_rank:
-                print(self._written, flush=True)
+                _LOG.info(self._written)
 
     def _begin(self) -> None:
         record_memory(self.max_entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+_LOG = logging.getLogger("fabricamp")
 
 BATCHES: Final = {
     "fit": "run_training_batch",
@@ -77,14 +80,15 @@ class Profiler(NamesKeywords):
         """The run is over, perhaps by an exception."""
 
     def describe(self) -> None:
-        """Writes the summary to the file, or prints it on the first rank of each machine."""
+        """Writes the summary to the file, or logs it on the first rank of each machine."""
         text = self.summary()
         if text and self.filename:
             path = self._file(f"{self.filename}.txt")
             with path.open("a") as file:
                 file.write(text + "\n")
         elif text and not self._local_rank:
-            print(text, flush=True)  # this is what was asked for
+            for line in text.splitlines():
+                _LOG.info(line)
         self.teardown(self._stage)
 
     def _file(self, name: str) -> Path:

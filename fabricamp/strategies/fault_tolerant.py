@@ -162,7 +162,7 @@ class FaultTolerant(Strategy):
         try:
             self._quorum.end()
         except DistributedError as error:
-            _LOG.warning("fabricamp: replica group %d has all its steps; at the end: %s", self.replica_group, error)
+            _LOG.warning("replica group %d has all its steps; at the end: %s", self.replica_group, error)
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Averages a window's gradients over the groups of this step, or of those that are left of them."""
@@ -193,7 +193,7 @@ class FaultTolerant(Strategy):
         if now != before:
             self._before = now
             _LOG.warning(
-                "fabricamp: replica group %d: %d of %d groups make step %d, where %d made the one before",
+                "replica group %d: %d of %d groups make step %d, where %d made the one before",
                 self.replica_group, now, self.groups, quorum.steps, before,
             )  # fmt: skip
 

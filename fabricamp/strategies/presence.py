@@ -60,7 +60,7 @@ class Differences:
         if not self._told:
             self._told = True
             logger.warning(
-                "fabricamp: rank %d's backward gave no gradient to %s, so %d messages left only after its end; gradients that a "
+                "rank %d's backward gave no gradient to %s, so %d messages left only after its end; gradients that a "
                 "rank lacks count as zeros, those that all lack are left alone (said once; without message_size and triggers "
                 "nothing waits for single gradients)",
                 self._rank, listed([self._names[index] for index in sorted(missing)]), behind,
@@ -79,7 +79,7 @@ class Differences:
         if elsewhere:
             self._told = True
             logger.warning(
-                "fabricamp: rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
+                "rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
                 "average goes on over all ranks (said once)",
                 self._rank, listed(elsewhere),
             )  # fmt: skip

@@ -118,9 +118,7 @@ class Quorum(RankSums):
         for _ in range(_MOST_TRIES):
             if self._averaged(own):
                 return
-            _LOG.warning(
-                "fabricamp: a sum over replica groups failed; those that are left make it again: %s", self._failure
-            )
+            _LOG.warning("a sum over replica groups failed; those that are left make it again: %s", self._failure)
             self.begin(shrink_only=True)
         raise DistributedError(
             f"the sum of gradients over the replica groups failed {_MOST_TRIES} times in a row ({self._failure}); see "

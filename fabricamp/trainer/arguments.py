@@ -236,7 +236,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fast_dev_run": _trial_batches,
     "overfit_batches": _overfit,
     "num_sanity_val_steps": _ENDLESS,
-    "log_every_n_steps": _FROM_1,
+    "log_every_n_steps": _FROM_0,
     "accumulate_grad_batches": check_accumulation,
     "partial_window": functools.partial(check_choice, choices=("step", "carry", "drop")),
     "on_world_change": functools.partial(check_choice, choices=("keep_per_rank", "keep_global_batch")),

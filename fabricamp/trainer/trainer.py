@@ -70,7 +70,7 @@ class Trainer(TrainerProperties):
             Also by words such as "100 steps, 1 epoch, 30 min", or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
         check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
-        log_every_n_steps: how many steps lie between two rows of logged values.
+        log_every_n_steps: how many steps lie between two rows of logged values; 0 logs no step's values, only those of epochs.
         accumulate_grad_batches: micro-batches whose gradients make one step.
         partial_window: what happens to an incomplete window at the end of an epoch: "step" makes a step, "carry" continues it in
             the next epoch, "drop" discards its gradients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import Callback
@@ -10,7 +11,6 @@ from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.engine.notices import say
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.hyperparameters import holders_of
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+
+_LOG = logging.getLogger("fabricamp")
 
 _RATES = ("lr", "learning_rate")
 
@@ -86,11 +88,11 @@ def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Training
 
 def _is_trial(trainer: Trainer, what: str) -> bool:
     if trainer.fast_dev_run:
-        say_once(f"fabricamp: {what} is left out under fast_dev_run")
+        say_once(f"{what} is left out under fast_dev_run")
     return trainer.fast_dev_run > 0
 
 
 def _tell(trainer: Trainer, line: str) -> None:
     """Says it where the Trainer says something too."""
     if trainer.is_global_zero and any(isinstance(one, ProgressBar | ModelSummary) for one in trainer.callbacks):
-        say(line)
+        _LOG.info(line)

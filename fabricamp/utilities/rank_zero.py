@@ -13,28 +13,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 
 import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions look at
 
-_LOG = logging.getLogger(__name__)
-
-
-class _UntilConfigured(logging.StreamHandler[Any]):
-    """Shows messages on stderr as long as nobody has configured logging."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
-            super().emit(record)
-
-
-_LOG.addHandler(_UntilConfigured())
-_LOG.setLevel(logging.INFO)
+_LOG = logging.getLogger("fabricamp")
 
 
 @rank_zero_only
 def rank_zero_info(*args: Any, stacklevel: int = 3, **options: Any) -> None:
-    """Logs a message on rank 0, on stderr where logging is not configured; arguments are those of ``logging.info``."""
+    """Logs a message on rank 0 through logger ``fabricamp``; arguments are those of ``logging.info``."""
     _LOG.info(*args, stacklevel=stacklevel, **options)
 
 
 @rank_zero_only
 def rank_zero_debug(*args: Any, stacklevel: int = 3, **options: Any) -> None:
-    """Logs a message on rank 0 that is shown where the level of this module's logger is set to DEBUG."""
+    """Logs a message on rank 0 that is shown where the level of logger ``fabricamp`` is DEBUG."""
     _LOG.debug(*args, stacklevel=stacklevel, **options)

@@ -47,7 +47,6 @@ class StandInTrainer:
         self.default_root_dir = str(root)
         self.log_dir = None
         self.ckpt_path = None
-        self.printed = []
         self.saved = []
         self.failure = None
 
@@ -72,9 +71,6 @@ class StandInTrainer:
 
     def stop(self, reason):
         self.state.stop(reason)
-
-    def print(self, *args):
-        self.printed.append(" ".join(map(str, args)))
 
     def save_checkpoint(self, path, weights_only=False, write=write_checkpoint):
         self.saved.append((path, weights_only))

@@ -89,10 +89,10 @@ def test_a_missing_metric_is_an_error_that_lists_the_others(make_trainer):
         trainer.epoch(val_loss=1.0, acc=0.1)
 
 
-def test_a_missing_metric_is_said_once_where_it_is_allowed(make_trainer):
+def test_a_missing_metric_is_said_once_where_it_is_allowed(make_trainer, caplog):
     trainer = make_trainer(EarlyStopping("later", strict=False, patience=1)).start()
     assert run(trainer, [1.0, 1.0]) is None
-    assert len(trainer.printed) == 1
+    assert len(caplog.messages) == 1
     assert run(trainer, [1.0, 1.0], "later") == 2
 
 
@@ -114,13 +114,41 @@ def test_the_same_value_decides_on_every_rank(make_trainer, monkeypatch):
     assert trainer.state.should_stop
 
 
-def test_verbose_says_it_once_or_on_every_rank(make_trainer, capsys):
-    trainer = make_trainer(EarlyStopping("x", verbose=True)).start()
-    trainer.epoch(x=1.0)
-    assert trainer.printed == ["EarlyStopping: x=1 is better than inf"]
+def test_verbose_says_it_once_or_on_every_rank(make_trainer, caplog):
+    for first in (True, False):
+        trainer = make_trainer(EarlyStopping("x", verbose=True)).start()
+        trainer.is_global_zero = first
+        trainer.epoch(x=1.0)
+    assert caplog.messages == ["EarlyStopping: x=1 is better than inf"]
+    caplog.clear()
     trainer = make_trainer(EarlyStopping("x", verbose=True, log_rank_zero_only=False)).start()
+    trainer.is_global_zero, trainer.global_rank = False, 1
     trainer.epoch(x=1.0)
-    assert capsys.readouterr().out == "[rank 0] EarlyStopping: x=1 is better than inf\n"
+    assert caplog.messages == ["[rank 1] EarlyStopping: x=1 is better than inf"]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "words"),
+    [
+        ({"patience": 2}, [3, 2, 2, 2], "x has not got better than 2 in 2 checks"),
+        ({"patience": 1}, [3, 3], "x has not got better than 3 in 1 check"),
+        ({"patience": 0}, [3, 4], "x has not got better than 3 in 1 check"),
+        (
+            {"patience": 2, "min_delta": 0.01},
+            [0.152312, 0.1454, 0.1433],
+            "x has not got better than 0.152312 by more than min_delta=0.01 in 2 checks",
+        ),
+        (
+            {"patience": 1, "min_delta": 0.5, "mode": "max"},
+            [1, 1.4],
+            "x has not got better than 1 by more than min_delta=0.5 in 1 check",
+        ),
+    ],
+)
+def test_its_words_are_true(make_trainer, options, values, words):
+    trainer = make_trainer(EarlyStopping("x", **options)).start()
+    assert run(trainer, [float(value) for value in values]) == len(values)
+    assert trainer.state.stop_reason == words
 
 
 @pytest.mark.parametrize(

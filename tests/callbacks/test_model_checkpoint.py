@@ -395,11 +395,11 @@ def test_another_rank_follows_rank_0_and_touches_nothing(make_trainer, make, fol
     assert second.last_model_path == str(folder / "last.ckpt")
 
 
-def test_weights_only_and_verbose(make_trainer, make):
+def test_weights_only_and_verbose(make_trainer, make, caplog):
     trainer = make_trainer(make(save_weights_only=True, verbose=True)).start()
     trainer.epoch()
     assert trainer.saved[0][1] is True
-    assert "epoch=0-step=1.ckpt" in trainer.printed[0]
+    assert "epoch=0-step=1.ckpt" in caplog.messages[0]
 
 
 def test_the_state_loads_without_running_code(make_trainer, make, folder, tmp_path):

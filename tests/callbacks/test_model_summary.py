@@ -138,18 +138,17 @@ def trainer_for(module, *, rank_zero=True, masters=(), sums=(), name="O2"):
     return SimpleNamespace(is_global_zero=rank_zero, optimizers=[updated], precision_plugin=precision)
 
 
-def test_callback_counts_what_is_there(capsys):
+def test_callback_counts_what_is_there(caplog):
     module = nn.Linear(4, 4).half()
     masters = [parameter.detach().float() for parameter in module.parameters()]
     ModelSummary().on_fit_start(trainer_for(module, masters=masters, sums=[torch.zeros(20)]), module)
-    out = capsys.readouterr().out
-    assert "Memory at O2: 40 B weights + 40 B gradients + 80 B masters + 80 B gradient sums = 240 B" in out
-    assert "\x1b" not in out
+    assert "Memory at O2: 40 B weights + 40 B gradients + 80 B masters + 80 B gradient sums = 240 B" in caplog.messages
+    assert "\x1b" not in caplog.text
 
 
-def test_callback_is_silent_on_other_ranks(capsys):
+def test_callback_is_silent_on_other_ranks(caplog):
     ModelSummary().on_fit_start(trainer_for(nn.Linear(2, 2), rank_zero=False), nn.Linear(2, 2))
-    assert capsys.readouterr().out == ""
+    assert caplog.messages == []
 
 
 def test_plain_text_is_aligned():

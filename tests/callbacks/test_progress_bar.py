@@ -7,7 +7,6 @@ import os
 import pickle
 import pty
 import re
-import sys
 import textwrap
 from types import SimpleNamespace
 from unittest import mock
@@ -78,6 +77,13 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
+def taken(caplog):
+    """The lines that were said since the last call."""
+    lines = list(caplog.messages)
+    caplog.clear()
+    return lines
+
+
 def run_epoch(bar, trainer, clock, seconds_a_batch, *, validate_at=()):
     """Calls the hooks in the order of the fit loop."""
     bar.on_train_epoch_start(trainer, None)
@@ -98,13 +104,13 @@ def run_epoch(bar, trainer, clock, seconds_a_batch, *, validate_at=()):
     trainer.state.batch_idx = 0
 
 
-def test_plain_lines_every_ten_seconds_and_at_epoch_end(clock, capsys):
+def test_plain_lines_every_ten_seconds_and_at_epoch_end(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"loss": 0.5, "seen": 12345.6, "tokens": 7})
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 6.0)
     run_epoch(bar, trainer, clock, 0.004)
     bar.on_train_end(trainer, None)
-    assert capsys.readouterr().out.splitlines() == [
+    assert taken(caplog) == [
         "epoch 1/3  2/4  step 1  loss 0.5000  seen 12346  tokens 7  6.0 s/it",
         "epoch 1/3  4/4  step 3  loss 0.5000  seen 12346  tokens 7  6.0 s/it",
         "epoch 1/3  step 4  loss 0.5000  seen 12346  tokens 7  24.0 s  6.0 s/it",
@@ -112,25 +118,25 @@ def test_plain_lines_every_ten_seconds_and_at_epoch_end(clock, capsys):
     ]
 
 
-def test_validation_leaves_a_line_amid_an_epoch_but_not_a_second_one_at_its_end(clock, capsys):
+def test_validation_leaves_a_line_amid_an_epoch_but_not_a_second_one_at_its_end(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"val": 0.25})
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 0.5, validate_at=(2, 4))
     # The speed is that of training alone: validation took two of the four seconds.
-    assert capsys.readouterr().out.splitlines() == [
+    assert taken(caplog) == [
         "epoch 1/3  2/4  step 2  val 0.2500  2.0 it/s",
         "epoch 1/3  step 4  val 0.2500  4.0 s  2.0 it/s",
     ]
 
 
-def test_validation_line_of_a_loader_without_length_comes_when_it_is_known_not_to_be_the_end(clock, capsys):
+def test_validation_line_of_a_loader_without_length_comes_when_it_is_known_not_to_be_the_end(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(num_training_batches=math.inf, max_epochs=-1)
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 5.0, validate_at=(1,))
-    assert capsys.readouterr().out.splitlines()[:2] == ["validation  1/2  5.0 s/it", "epoch 1  1  step 1  5.0 s/it"]
+    assert taken(caplog)[:2] == ["validation  1/2  5.0 s/it", "epoch 1  1  step 1  5.0 s/it"]
 
 
-def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, capsys):
+def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, caplog):
     scheduler = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.0125}, {"lr": 1.0}]))
     scaler = SimpleNamespace(dynamic=True, scale=65536.0)
     moving = stand_in(
@@ -141,58 +147,58 @@ def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, c
     bar = ProgressBar()
     bar.setup(moving, None, "fit")
     run_epoch(bar, moving, clock, 0.5)
-    assert "  loss 0.5000  lr 0.01250  scale 65536  " in capsys.readouterr().out
+    assert "  loss 0.5000  lr 0.01250  scale 65536  " in taken(caplog)[-1]
     scaler.dynamic, scheduler.optimizer.param_groups[0]["lr"] = False, torch.tensor(0.1)
     moving.progress_bar_metrics["lr"] = 3.0
     run_epoch(bar, moving, clock, 0.5)
-    assert "  loss 0.5000  lr 3.000  2.0 s" in capsys.readouterr().out, "the user's own lr; a tensor is not read"
+    assert "  loss 0.5000  lr 3.000  2.0 s" in taken(caplog)[-1], "the user's own lr; a tensor is not read"
 
 
-def test_an_epochs_line_has_the_rate_of_the_epoch_and_not_that_of_the_next(capsys):
+def test_an_epochs_line_has_the_rate_of_the_epoch_and_not_that_of_the_next(caplog):
     class Halved(Classifier):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
     quiet_trainer(max_epochs=3, enable_progress_bar=True).fit(Halved(), loader(16))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    lines = [line for line in taken(caplog) if line.startswith("epoch")]
     assert [line.partition("  lr ")[2].split()[0] for line in lines] == ["0.5000", "0.2500", "0.1250"]
 
 
-def test_long_validation_shows_its_own_position(clock, capsys):
+def test_long_validation_shows_its_own_position(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"loss": 1.0})
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 11.0, validate_at=(1,))
-    assert "validation  1/2  11.0 s/it" in capsys.readouterr().out.splitlines()
+    assert "validation  1/2  11.0 s/it" in taken(caplog)
 
 
-def test_a_hundred_lines_are_free_then_one_a_second_and_the_last_one_stays(clock, capsys):
+def test_a_hundred_lines_are_free_then_one_a_second_and_the_last_one_stays(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(max_epochs=1000)
     bar.setup(trainer, None, "fit")
     for _ in range(1000):
         run_epoch(bar, trainer, clock, 0.001)
     bar.on_train_end(trainer, None)
-    lines = capsys.readouterr().out.splitlines()
+    lines = taken(caplog)
     assert [line.split()[1] for line in lines[:100]] == [f"{epoch}/1000" for epoch in range(1, 101)]
     assert 102 <= len(lines) <= 105  # 1000 epochs of 4 ms: 3.6 s after the free ones
     assert lines[-1].startswith("epoch 1000/1000  step 4000")
 
 
-def test_resumed_epoch_goes_on_where_it_was_and_does_not_count_what_others_ran(clock, capsys):
+def test_resumed_epoch_goes_on_where_it_was_and_does_not_count_what_others_ran(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(state=SimpleNamespace(batch_idx=2, runs_as=""))
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 10.0)
-    assert capsys.readouterr().out.splitlines()[0] == "epoch 1/3  3/4  step 0  10.0 s/it"
+    assert taken(caplog)[0] == "epoch 1/3  3/4  step 0  10.0 s/it"
 
 
-def test_epoch_that_was_cut_short_says_where(clock, capsys):
+def test_epoch_that_was_cut_short_says_where(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(num_training_batches=7)
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 1.0)
-    assert capsys.readouterr().out == "epoch 1/3  4/7  step 4  4.0 s  1.0 it/s\n"
+    assert taken(caplog) == ["epoch 1/3  4/7  step 4  4.0 s  1.0 it/s"]
 
 
-def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, capsys):
+def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"test_acc": 0.975})
     bar.setup(trainer, None, "test")
     bar.on_test_start(trainer, None)
@@ -201,26 +207,26 @@ def test_evaluation_of_its_own_shows_each_loader_and_leaves_a_line(clock, capsys
             clock.now += 10.0
             bar.on_test_batch_end(trainer, None, None, None, index, number)
     bar.on_test_end(trainer, None)
-    lines = capsys.readouterr().out.splitlines()
+    lines = taken(caplog)
     assert lines[0] == "test 1/2  1/2  10.0 s/it"
     assert lines[2].startswith("test 2/2  1/3")
     assert lines[-1] == "test  50.0 s", "its values follow in a table"
 
 
-def test_sanity_check_and_predict(clock, capsys):
+def test_sanity_check_and_predict(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(sanity_checking=True)
     bar.setup(trainer, None, "fit")
     bar.on_validation_start(trainer, None)
     clock.now += 12.0
     bar.on_validation_batch_end(trainer, None, None, None, 0)
     bar.on_validation_end(trainer, None)
-    assert capsys.readouterr().out == "sanity check  1/1  12.0 s/it\n"
+    assert taken(caplog) == ["sanity check  1/1  12.0 s/it"]
     bar.setup(trainer, None, "predict")
     bar.on_predict_start(trainer, None)
     clock.now += 12.0
     bar.on_predict_batch_end(trainer, None, None, None, 0)
     bar.on_predict_end(trainer, None)
-    assert capsys.readouterr().out == "predict  1  12.0 s/it\npredict  12.0 s\n"
+    assert taken(caplog) == ["predict  1  12.0 s/it", "predict  12.0 s"]
 
 
 def test_the_first_batch_does_not_wait_under_the_sanity_checks_bar(clock, monkeypatch):
@@ -236,12 +242,12 @@ def test_the_first_batch_does_not_wait_under_the_sanity_checks_bar(clock, monkey
     assert screen.labels == ["sanity check", "epoch 1/3"]
 
 
-def test_other_ranks_show_nothing(clock, capsys):
+def test_other_ranks_show_nothing(clock, caplog):
     bar, trainer = ProgressBar(), stand_in(is_global_zero=False)
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 60.0, validate_at=(2, 4))
     bar.on_train_end(trainer, None)
-    assert capsys.readouterr().out == ""
+    assert taken(caplog) == []
 
 
 def test_a_batch_between_two_pictures_touches_nothing():
@@ -255,15 +261,17 @@ def test_a_batch_between_two_pictures_touches_nothing():
 
 @pytest.mark.parametrize("seconds_a_batch", [1.0, 11.0])
 def test_a_reader_that_is_gone_does_not_end_the_training(clock, monkeypatch, seconds_a_batch):
-    class Gone:
-        def write(self, text):
-            raise BrokenPipeError
+    """Of a terminal; that of a pipe: tests/test_messages.py."""
 
-        flush = isatty = lambda self: False
+    class Gone(Pictures):
+        def draw(self, *_):
+            raise OSError
+
+        write = draw
 
     bar, trainer = ProgressBar(), stand_in()
     bar.setup(trainer, None, "fit")
-    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(progress_bar, "open_screen", lambda interval: Gone())
     run_epoch(bar, trainer, clock, seconds_a_batch, validate_at=(2,))
     bar.on_train_end(trainer, None)
 

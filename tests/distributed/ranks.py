@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import faulthandler
 import gc
+import logging
 import multiprocessing.connection
 import os
 import tempfile
@@ -101,6 +102,8 @@ def variables_of(rank, world_size, port):
 def _work(function, args, variables, folder, timeout, backend, all_here):
     # Garbage of the tests before is not a rank's to collect: stores and groups would wait for threads that were not forked.
     gc.freeze()
+    # What a rank says is found on its stderr, as in a process of its own: the handlers that pytest has set up are the starter's.
+    logging.root.handlers.clear()
     os.environ.update(variables)
     rank = int(variables["RANK"])
     torch.set_num_threads(1)

@@ -97,7 +97,7 @@ def first_values_alone():
 
 def printed():
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         trainer = quiet_trainer(strategy="fsdp", devices="auto", max_steps=1, enable_model_summary=True)
         trainer.fit(Net(), loader(8, 4))
     return said.getvalue()

@@ -154,7 +154,7 @@ def accumulated(folder):
 def told(share):
     said, chosen = io.StringIO(), fsdp.fits
     fsdp.fits = lambda trained, sharing, memory: chosen(trained, sharing, int(memory * share))
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         ended(Net, "sgd", "fsdp", 4, enable_model_summary=True, max_epochs=1)
     fsdp.fits = chosen
     return said.getvalue()

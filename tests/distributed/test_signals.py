@@ -236,14 +236,14 @@ def test_sigusr1_requeues_the_job(tmp_path, capfd, number, job, code, said):
     run(tmp_path / "run", "workers", number=number, group=True, PATH=f"{folder}:{os.environ['PATH']}", **job)
     name = said.split()[1]
     assert calls.read_text() == f"requeue {name}\n"
-    assert f"fabricamp: {said}\n" in capfd.readouterr().out
+    assert f"fabricamp: {said}\n" in capfd.readouterr().err
 
 
 def test_sigterm_requeues_nothing_and_without_scontrol_it_is_said(tmp_path, capfd):
     run(tmp_path / "a", "training", PATH="/nowhere", SLURM_JOB_ID="4711")
-    assert "requeued" not in capfd.readouterr().out
+    assert "requeued" not in capfd.readouterr().err
     run(tmp_path / "b", "training", number=signal.SIGUSR1, PATH="/nowhere", SLURM_JOB_ID="4711")
-    assert "job 4711 is not requeued: there is no scontrol on the PATH" in capfd.readouterr().out
+    assert "job 4711 is not requeued: there is no scontrol on the PATH" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("variables", [{}, {"SUBMITIT_PREEMPT_SIGNAL": "USR1", "SLURM_JOB_ID": "4711"}])
@@ -266,7 +266,7 @@ def test_submitits_handler_requeues_once_all_ranks_have_saved(tmp_path, capfd, v
 
     more = {"SUBMITIT_EXECUTOR": "slurm", "PATH": "/nowhere", **variables}
     run(tmp_path, "training", number=number, handler=requeue, codes=(255, 143), **more)
-    assert "requeued" not in capfd.readouterr().out
+    assert "requeued" not in capfd.readouterr().err
 
 
 SCRIPT = """
@@ -310,7 +310,7 @@ def test_sigterm_to_the_starter(tmp_path, method):
     assert "after" not in out
     assert "Traceback" not in err
     steps = len((tmp_path / "progress").read_text().split())
-    said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', out)
+    said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', err)
     assert torch.load(said[1], weights_only=True)["global_step"] == steps
 
 

@@ -117,11 +117,12 @@ def check_files(folder, expected, arguments, attempts=1):
     assert words["logs"].startswith(str(folder))
 
 
-def check_lines(out, *, starts, attempts=1):
+def check_lines(out, err, *, starts, attempts=1):
     assert out.count("start\n") == starts
     assert out.count("training once") == attempts
     assert sorted(re.findall(r"after \d", out)) == ["after 0", "after 1"]
-    assert out.count("test_loss") == 1  # the table of results
+    assert "test_loss" not in out
+    assert err.count("test_loss") == 1  # the table of results
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_script_as_module_and_as_script(tmp_path, expected, way, more, code):
     folder = folder_for(tmp_path, "script")
     returned, out, err = finish(start(folder, *way, *words))
     assert returned == code, err
-    check_lines(out, starts=3)  # the starter and two workers; the starter runs nothing after fit
+    check_lines(out, err, starts=3)  # the starter and two workers; the starter runs nothing after fit
     check_files(folder, expected, words)
     assert ("rank" in err) == (code != 0)
     assert "Traceback" not in err
@@ -150,7 +151,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, expected):
     finally:
         end(process)
     assert returned == 0, err
-    check_lines(out, starts=4, attempts=2)
+    check_lines(out, err, starts=4, attempts=2)
     check_files(folder, expected, ["--auto", "--raise-once"], attempts=2)
     assert "ValueError: rank one is unwell" in err
     assert "Warning" not in err
@@ -174,10 +175,10 @@ def test_slurm(tmp_path, expected):
     ]
     results = [finish(rank) for rank in ranks]
     assert [code for code, _, _ in results] == [0, 0], results
-    check_lines("".join(out for _, out, _ in results), starts=2)
+    check_lines("".join(out for _, out, _ in results), "".join(err for _, _, err in results), starts=2)
     check_files(slurm, expected, [])
     assert "training once" in results[0][1]
-    assert "test_loss" not in results[1][1]
+    assert "test_loss" not in results[1][2]
 
 
 def test_an_error_in_a_worker_is_shown_once_with_its_rank(tmp_path):

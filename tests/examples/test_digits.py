@@ -142,7 +142,7 @@ def test_two_runs_in_one_folder_keep_apart(capfd):
     assert second.is_file()
 
 
-def test_the_config_trains_tests_and_predicts(capfd):
+def test_the_config_trains_tests_and_predicts(caplog):
     assert cli.main(["fit", str(CONFIG), "trainer.devices=1", "trainer.precision=O4", "trainer.max_epochs=12"]) == 0
     checkpoint = Path("runs/digits/version_0/checkpoints/last.ckpt")
     # The copy beside the logs stands on its own, in another folder too.
@@ -150,7 +150,7 @@ def test_the_config_trains_tests_and_predicts(capfd):
     assert "precision: O4" in copy.read_text()
     rest = [str(copy), f"ckpt_path={checkpoint}"]
     assert cli.main(["test", *rest]) == 0
-    assert float(cell(capfd.readouterr().out, "test_accuracy")) >= 0.98
+    assert float(cell(caplog.text, "test_accuracy")) >= 0.98
     assert cli.main(["predict", *rest]) == 0
     saved = torch.load("runs/digits/version_2/predictions.pt", weights_only=True)
     assert sum(len(batch) for batch in saved["predictions"]) == 360

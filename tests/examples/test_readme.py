@@ -106,13 +106,13 @@ def test_the_commands_work_in_the_order_in_which_they_stand(clone):
     for command, printed in RUN.items():
         done = run(command, clone)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        assert printed in done.stdout, command
+        assert printed in done.stdout + done.stderr, command
         recipes = [line for line in done.stdout.splitlines() if line.startswith((".venv/bin/", "test -x", "python"))]
         assert command != "make demo" or recipes == []
         shown = re.search(r"│ open them with +│ (\S+)", done.stdout)
         assert command != "make demo" or shown[1] == ".venv/bin/tensorboard"
         if " fit " in command:  # in two processes, which run the command's script again
-            assert len(list(clone.rglob("version_*/config.yaml"))) == done.stdout.count("epoch 5/5") == 1
+            assert len(list(clone.rglob("version_*/config.yaml"))) == done.stderr.count("epoch 5/5") == 1
 
 
 def test_the_example_needs_nothing_but_what_the_package_brings(clone):
@@ -123,7 +123,7 @@ def test_the_example_needs_nothing_but_what_the_package_brings(clone):
     done = run_in_a_shell(f'{sys.executable} -c "{hidden}"', clone)
     assert done.returncode == 0, done.stderr
     assert list(clone.rglob("*.ckpt"))
-    last = float(re.findall(r"loss (\S+)", done.stdout)[-1])
+    last = float(re.findall(r"loss (\S+)", done.stderr)[-1])
     assert last < 0.1
 
 

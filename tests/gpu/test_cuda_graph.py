@@ -185,12 +185,12 @@ def test_windows_that_an_epoch_leaves_open(precision, partial):
     same(*runs)
 
 
-def test_the_bar_says_how_steps_run(capsys):
+def test_the_bar_says_how_steps_run(caplog):
     fit(CudaGraph(warmup=4), max_epochs=2, enable_progress_bar=True)
     fit("auto", module=Effect("counter"), max_epochs=1, enable_progress_bar=True)
-    said = capsys.readouterr().out
+    said = caplog.text
     assert re.search(r"CUDA graph: steps of batches \(8, 1, 8, 8\), \(8,\) are replayed .* with \d+\.\d\d GiB", said)
-    lines = [line for line in said.splitlines() if line.startswith("epoch")]
+    lines = [line for line in caplog.messages if line.startswith("epoch")]
     assert ["graph" in line for line in lines] == [True, True, False]
     assert "eager" in lines[2]
 

@@ -229,7 +229,7 @@ def test_it_launches_together_what_it_can():
     assert late.launches == 3
 
 
-def test_what_is_refused_or_launched_step_by_step(capsys):
+def test_what_is_refused_or_launched_step_by_step(caplog):
     with pytest.raises(
         ConfigError, match=r"CudaGraph\(steps=8\): Seen.on_train_batch_end may look at each step's weights"
     ):
@@ -239,7 +239,7 @@ def test_what_is_refused_or_launched_step_by_step(capsys):
         fit(graph, "O0", Net(), None, Seen(), max_epochs=1, enable_model_summary=True) for graph in (False, optional)
     ]
     same(*runs, launches=0)
-    assert "launches each step by itself: Seen.on_train_batch_end" in capsys.readouterr().out
+    assert "launches each step by itself: Seen.on_train_batch_end" in caplog.text
 
     class LogsToo(Callback):
         def holds_at(self, global_step):

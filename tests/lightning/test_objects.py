@@ -373,7 +373,7 @@ def test_callbacks_on_lightnings_base_run(tmp_path):
     assert again.restored == 6
 
 
-def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, capsys):
+def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, caplog):
     from lightning.pytorch import callbacks, loggers
 
     checkpoint = callbacks.ModelCheckpoint(
@@ -383,9 +383,9 @@ def test_lightnings_own_become_ours_by_name_and_arguments(tmp_path, capsys):
     logger = loggers.CSVLogger(tmp_path, name="csv")
     given = [checkpoint, stopping, callbacks.LearningRateMonitor("step"), callbacks.RichProgressBar(refresh_rate=0)]
     trainer = fabricamp.Trainer(max_epochs=1, accelerator="cpu", callbacks=given, logger=logger, val_check_interval=2)
-    assert capsys.readouterr().out == ""
+    assert caplog.messages == []
     trainer.fit(pair(Steps)[0](), data(), data())
-    shown = capsys.readouterr().out
+    shown = caplog.text
     assert json.loads((tmp_path / "csv" / "version_0" / "run.json").read_text())["hyperparameters"] == {"lr": 0.1}
     assert (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
     words = "runs as fabricamp.callbacks.EarlyStopping(monitor='v', min_delta=0.25, patience=2"

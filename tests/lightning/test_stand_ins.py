@@ -105,7 +105,7 @@ def test_a_users_finetuning_trains_as_one_on_our_base(precision, at, tmp_path):
     assert seen[0][1] == seen[1][1] == [(2, 2)]
 
 
-def test_its_class_and_its_state_have_the_users_name(tmp_path, capsys):
+def test_its_class_and_its_state_have_the_users_name(tmp_path, caplog):
     given = Finetuning(at=0)
     trainer = quiet_trainer(max_epochs=1, callbacks=given)
     (ours,) = trainer.callbacks
@@ -115,9 +115,7 @@ def test_its_class_and_its_state_have_the_users_name(tmp_path, capsys):
     assert type(again) is type(ours)
     assert isinstance(again.finetune_function.args[0], Finetuning)
     trainer.fit(Module(), loader())
-    assert "Finetuning, of Lightning's BaseFinetuning, runs as fabricamp.callbacks.BaseFinetuning()" in (
-        capsys.readouterr().out
-    )
+    assert "Finetuning, of Lightning's BaseFinetuning, runs as fabricamp.callbacks.BaseFinetuning()" in caplog.text
     trainer.save_checkpoint(tmp_path / "file.ckpt")
     assert "Finetuning" in torch.load(tmp_path / "file.ckpt", weights_only=True)["callbacks"]
     assert vars(given).keys() == {"at", "ends", "_internal_optimizer_metadata", "_restarting"}
@@ -208,11 +206,11 @@ class Bar(pl.callbacks.TQDMProgressBar):
         return {**items, "mine": trainer.global_step}
 
 
-def test_a_users_bar_is_asked_for_its_values(capsys):
+def test_a_users_bar_is_asked_for_its_values(caplog):
     trainer = quiet_trainer(max_epochs=1, callbacks=Bar(), enable_progress_bar=True)
     assert [type(one).__name__ for one in trainer.callbacks] == ["Bar"]
     trainer.fit(Module(), loader())
-    assert "mine 6" in capsys.readouterr().out.replace("=", " ")
+    assert "mine 6" in caplog.text.replace("=", " ")
 
 
 def test_a_subclass_with_arguments_of_its_own_is_known():

@@ -69,7 +69,7 @@ def test_options():
         CudaGraph(warm_up=3)
 
 
-def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
+def test_refused_by_the_constructor_and_eager_where_it_may_be(caplog):
     with pytest.raises(ConfigError, match="needs a CUDA GPU, and this run is on 'cpu'"):
         quiet_trainer(cuda_graph=True)
     weights = []
@@ -79,9 +79,8 @@ def test_refused_by_the_constructor_and_eager_where_it_may_be(capsys):
         quiet_trainer(cuda_graph=graph, max_epochs=1, **shows).fit(module, loader())
         weights.append([one.clone() for one in module.parameters()])
     assert all(map(torch.equal, *weights))
-    said = capsys.readouterr().out
-    assert said.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
-    assert ["eager" in line for line in said.splitlines() if line.startswith("epoch")] == [False, True]
+    assert caplog.text.count("cuda_graph='auto' runs eagerly: a CUDA graph needs a CUDA GPU") == 1
+    assert ["eager" in line for line in caplog.messages if line.startswith("epoch")] == [False, True]
 
 
 class Own(Strategy):

@@ -129,9 +129,7 @@ def test_without_a_validation_step_nothing_is_validated_and_checkpoints_do_not_w
     assert module.notes == "ts|"
     assert trainer.num_val_batches == []
     assert trainer.checkpoint_callback.best_model_path
-    assert caplog.messages == [
-        "fabricamp: val_dataloaders are given, but Blind has no validation_step: nothing is validated"
-    ]
+    assert caplog.messages == ["val_dataloaders are given, but Blind has no validation_step: nothing is validated"]
 
 
 def test_validation_amid_a_window_keeps_its_gradients():

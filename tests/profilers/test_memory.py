@@ -64,7 +64,7 @@ class Sized(Classifier):
 @on_a_gpu
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 @pytest.mark.parametrize(("profiler", "sizes"), [("memory", {1, 2, 3}), (MemoryProfiler(wait=2, active=1), {3})])
-def test_a_snapshot_names_the_steps_that_asked_for_memory(profiler, sizes, precision, tmp_path, capsys):
+def test_a_snapshot_names_the_steps_that_asked_for_memory(profiler, sizes, precision, tmp_path, caplog):
     trainer = quiet_trainer(accelerator="gpu", max_steps=5, profiler=profiler, precision=precision)
     trainer.profiler.dirpath = tmp_path
     trainer.fit(Sized(), loader(32))
@@ -74,12 +74,12 @@ def test_a_snapshot_names_the_steps_that_asked_for_memory(profiler, sizes, preci
     asked = [one for one in events if one["action"] == "alloc" and one["size"] >= 1 << 23]
     assert {one["size"] >> 23 for one in asked} == sizes
     assert all("training_step" in {frame["name"] for frame in one["frames"]} for one in asked)
-    assert f"memory of {len(sizes)} batches: {tmp_path / 'fit-memory.pickle'}" in capsys.readouterr().out
+    assert f"memory of {len(sizes)} batches: {tmp_path / 'fit-memory.pickle'}" in caplog.text
 
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_a_lack_of_memory_is_in_the_snapshot(tmp_path, capsys):
+def test_a_lack_of_memory_is_in_the_snapshot(tmp_path, caplog):
     class Greedy(Classifier):
         def training_step(self, batch, batch_idx):
             self.too_much = torch.empty(2**50, dtype=torch.uint8, device=self.device)
@@ -89,4 +89,4 @@ def test_a_lack_of_memory_is_in_the_snapshot(tmp_path, capsys):
         quiet_trainer(accelerator="gpu", profiler=MemoryProfiler(tmp_path)).fit(Greedy(), loader(32))
     (events, *_) = [one for one in snapshot(tmp_path / "fit-memory.pickle")["device_traces"] if one]
     assert any(one["action"] == "oom" and one["size"] >= 2**50 for one in events)
-    assert "fit-memory.pickle" in capsys.readouterr().out
+    assert "fit-memory.pickle" in caplog.text

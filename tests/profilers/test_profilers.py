@@ -73,10 +73,10 @@ def test_the_same_numbers_come_out_with_a_profiler():
     assert weights[0] == weights[1] == weights[2]
 
 
-def test_the_table_stands_at_the_end_of_each_run(capsys):
+def test_the_table_stands_at_the_end_of_each_run(caplog):
     trainer = quiet_trainer(max_epochs=1, profiler="simple")
     trainer.fit(Classifier(), loader(16))
-    lines = capsys.readouterr().out.splitlines()
+    lines = caplog.messages
     assert lines[0].startswith("Profile of fit: ")
     assert lines[1].split() == ["action", "mean", "ms", "total", "s", "calls", "%", "of", "the", "time"]
     assert lines[2].startswith("run_training_epoch ")
@@ -85,7 +85,7 @@ def test_the_table_stands_at_the_end_of_each_run(capsys):
     seconds = trainer.profiler.recorded_durations["run_training_batch"]
     assert float(batches[2]) == pytest.approx(sum(seconds), abs=6e-4)
     trainer.test(Classifier(), loader(16), verbose=False)
-    assert "[Strategy]Strategy.test_step" in capsys.readouterr().out
+    assert "[Strategy]Strategy.test_step" in caplog.text
 
 
 def test_the_phases_of_a_batch_stand_behind_the_table():
@@ -255,14 +255,14 @@ def trace(folder):
     return file.name, names
 
 
-def test_the_trace_of_a_window_of_steps(capsys):
+def test_the_trace_of_a_window_of_steps(caplog):
     trainer = quiet_trainer(max_epochs=2, profiler="pytorch", default_root_dir="run")
     trainer.fit(Classifier(), loader(32), loader(8))
     name, names = trace("run")
     assert name == "fit-trace.0.pt.trace.json"
     assert sum(one == "run_training_batch" for one in names) == 3
     assert any(one == "[module] net.2: Linear" for one in names)
-    assert "aten::addmm" in capsys.readouterr().out
+    assert "aten::addmm" in caplog.text
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in trainer.model.modules())
 
 
@@ -283,13 +283,13 @@ def test_the_trace_of_a_window_that_was_chosen():
     assert len(table) == 1 + 3 + 1
 
 
-def test_a_whole_run_and_one_too_short_for_the_window(capsys):
+def test_a_whole_run_and_one_too_short_for_the_window(caplog):
     trainer = quiet_trainer(profiler=PyTorchProfiler("traces", schedule=None), max_steps=2)
     trainer.fit(Classifier(), loader())
     assert sum(one == "run_training_batch" for one in trace("traces")[1]) == 2
-    capsys.readouterr()
+    caplog.clear()
     quiet_trainer(profiler=PyTorchProfiler("short"), max_steps=1).fit(Classifier(), loader())
-    assert "recorded no step" in capsys.readouterr().out
+    assert "recorded no step" in caplog.text
 
 
 @pytest.mark.parametrize(

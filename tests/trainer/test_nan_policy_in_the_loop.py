@@ -102,9 +102,7 @@ def test_stop_leaves_the_state_before_the_first_bad_step(level, optimizer, accum
     steps = [int(one["step"]) for one in kept["optimizer_states"][0]["state"].values() if "step" in one]
     assert steps == ([3] * 4 if optimizer != "sgd" else [])
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(
-        "fabricamp: training stopped at step 6: the gradients of net.2.bias were not finite at step 3"
-    )
+    assert said.startswith("training stopped at step 6: the gradients of net.2.bias were not finite at step 3")
     assert said.endswith(f"checkpoint: {checkpoint.last_model_path}")
 
 
@@ -212,7 +210,7 @@ def test_skip_goes_on_without_a_dynamic_scale(level, caplog):
     assert (trainer.global_step, trainer.skipped_steps) == (8, 1)
     assert equal(spoils.weights[2], spoils.weights[3])
     assert not equal(spoils.weights[3], spoils.weights[4])
-    assert "fabricamp: 1 step was skipped, as gradients were not finite (1 in all)" in caplog.text
+    assert "1 step was skipped, as gradients were not finite (1 in all)" in caplog.text
 
 
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
@@ -312,7 +310,7 @@ def test_without_a_policy_a_logged_loss_is_looked_at_once(caplog):
     with caplog.at_level(logging.WARNING, "fabricamp"):
         quiet_trainer(max_epochs=2, log_every_n_steps=2).fit(LossIsNan(), loader(32))
     told = [record.getMessage() for record in caplog.records if "nan_policy" in record.getMessage()]
-    assert [message.split()[1:6] for message in told] == [
+    assert [message.split()[:5] for message in told] == [
         ["train_loss_step", "is", "nan", "at", "step"],
         ["train_loss_epoch", "is", "nan", "at", "step"],
     ]

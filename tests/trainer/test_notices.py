@@ -1,16 +1,13 @@
 """The lines that tell how a fit begins and why it ended."""
 
-import io
 import re
 import signal
-import sys
 
 import pytest
 from torch.utils.data import DataLoader
 
 from fabricamp import Callback
-from fabricamp.callbacks import EarlyStopping, ModelCheckpoint
-from fabricamp.engine import notices
+from fabricamp.callbacks import DeviceStatsMonitor, EarlyStopping, GradientMonitor, LearningRateMonitor, ModelCheckpoint
 from fabricamp.loggers import CSVLogger
 from tests.small import Classifier, data, loader, quiet_trainer
 
@@ -27,17 +24,17 @@ class AtStep(Callback):
 
 
 @pytest.fixture
-def lines(capfd, tmp_path, monkeypatch):
-    """Fits in a folder of its own; returns what was printed beside the bar's and the summary's lines."""
+def lines(caplog, tmp_path, monkeypatch):
+    """Fits in a folder of its own; returns what was said beside the bar's and the summary's lines."""
     monkeypatch.chdir(tmp_path)
 
     def run(*callbacks, ckpt_path=None, **options):
-        shows = {"enable_model_summary": True, "enable_checkpointing": True, "logger": True}
+        shows = {"enable_model_summary": True, "enable_checkpointing": True, "logger": True, "log_every_n_steps": 1}
         trainer = quiet_trainer(callbacks=list(callbacks), **{**shows, **options})
+        caplog.clear()
         trainer.fit(Classifier(), loader(16), loader(8), ckpt_path=ckpt_path)
-        printed = capfd.readouterr().out.splitlines()
         others = re.compile(r"(Name|net|---|epoch| *[\d,]+ parameters|Memory)")
-        return [line for line in printed if not others.match(line)]
+        return [line for line in caplog.messages if not others.match(line)]
 
     return run
 
@@ -100,63 +97,85 @@ def test_the_number_of_epochs_that_nobody_gave_is_said(lines):
     ]
 
 
-def test_a_reader_that_is_gone_is_no_reason_for_a_run_to_fail(monkeypatch):
-    class Gone(io.StringIO):
-        def flush(self):
-            raise BrokenPipeError
-
-    class Leave(Callback):
-        def on_train_start(self, trainer, module):
-            monkeypatch.setattr(sys, "stdout", Gone())
-
-    trainer = quiet_trainer(callbacks=Leave(), max_epochs=2, enable_progress_bar=True)
-    trainer.fit(Classifier(), loader(16))
-    assert "Ended at step 8" in sys.stdout.getvalue()
-    assert trainer.state.status == "finished"
-
-
 def test_an_interruption_at_a_prompt_says_how_to_go_on(lines):
     *_, end = lines(AtStep(6, signal.SIGINT), max_epochs=3)
     assert re.fullmatch(r'Interrupted at step 6; ckpt_path="last" goes on from .*epoch=1-step=6\.ckpt', end)
 
 
-def test_nothing_is_said_where_bar_and_summary_are_switched_off_and_once_of_two_processes(lines):
+def test_nothing_is_said_where_bar_and_summary_are_switched_off(lines):
+    """Of several processes one speaks: tests/test_messages.py."""
     assert lines(max_epochs=1, enable_model_summary=False) == []
-    two = lines(max_epochs=1, devices=2, start_method="fork", logger=False)
-    assert two[0] == "CPU, 2 processes, strategy ddp, precision O0"
-    assert [line.split()[0] for line in two] == ["CPU,", "Checkpoints:", "Ended"]
 
 
-def test_an_evaluation_says_whose_weights_it_takes(lines, capfd):
+def test_an_evaluation_says_whose_weights_it_takes(lines, caplog):
     lines(max_epochs=1)
+    caplog.clear()
     trainer = quiet_trainer(enable_progress_bar=True)
     trainer.test(Classifier(), loader(8), ckpt_path="fabricamp_logs/version_0/checkpoints/epoch=0-step=4.ckpt")
-    out = capfd.readouterr().out
-    assert out.startswith("Weights from fabricamp_logs/version_0/checkpoints/epoch=0-step=4.ckpt, step 4\n")
-    assert out.count("test_loss") == 1
-
-
-def test_on_a_terminal_a_line_is_broken_between_words(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "40")
-    notices.say("Ended at step 8: max_epochs=2 reached; checkpoint: a/version_0/checkpoints/epoch=1-step=8.ckpt")
-    assert capsys.readouterr().out.splitlines() == [
-        "Ended at step 8: max_epochs=2 reached;",
-        "  checkpoint:",
-        "  a/version_0/checkpoints/epoch=1-step=8.ckpt",
-    ]
+    first, *others = caplog.messages
+    assert first == "Weights from fabricamp_logs/version_0/checkpoints/epoch=0-step=4.ckpt, step 4"
+    assert sum("test_loss" in line for line in others) == 1
 
 
 @pytest.mark.parametrize(("workers", "epochs", "said"), [(0, 2, False), (2, 2, True), (2, 1, False)])
-def test_workers_that_start_anew_in_each_epoch_are_said(workers, epochs, said, capfd):
+def test_workers_that_start_anew_in_each_epoch_are_said(workers, epochs, said, caplog):
     train = DataLoader(data(8), batch_size=4, num_workers=workers)
     quiet_trainer(enable_model_summary=True, max_epochs=epochs).fit(Classifier(), train)
     line = "2 workers of the train loader: started anew in each epoch (persistent_workers=True keeps them)"
-    assert (line in capfd.readouterr().out.splitlines()) == said
+    assert (line in caplog.messages) == said
 
 
-def test_workers_that_stay_by_themselves_are_said(capfd):
+def test_workers_that_stay_by_themselves_are_said(caplog):
     train = DataLoader(data(8), batch_size=4, num_workers=1)
     quiet_trainer(enable_model_summary=True, max_epochs=2, per_sample_seed=True).fit(Classifier(), train)
     line = "1 worker of the train loader: kept over the epochs (per_sample_seed), with the dataset as it is now"
-    assert line in capfd.readouterr().out.splitlines()
+    assert line in caplog.messages
+
+
+NO_ROW = "log_every_n_steps={} is more than the {} of this run: only values of epochs will be logged"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_epochs": 2, "log_every_n_steps": 50}, NO_ROW.format(50, "8 steps")),
+        ({"max_epochs": 2, "log_every_n_steps": 9}, NO_ROW.format(9, "8 steps")),
+        ({"max_steps": 1, "log_every_n_steps": 2}, NO_ROW.format(2, "1 step")),
+        ({"max_epochs": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 5}, NO_ROW.format(5, "4 steps")),
+        ({"max_epochs": 2, "log_every_n_steps": 8}, ""),
+        ({"max_epochs": 2, "log_every_n_steps": 0}, ""),
+        ({"max_epochs": 2, "log_every_n_steps": 50, "logger": False}, ""),
+        ({"fast_dev_run": 2, "log_every_n_steps": 50}, ""),
+        ({"limit_train_batches": 0, "max_epochs": 1, "log_every_n_steps": 50}, ""),
+    ],
+)
+def test_a_run_that_will_log_no_step_says_so_before_it_begins(lines, caplog, options, said):
+    class Begun(Callback):
+        def on_train_start(self, trainer, module):
+            self.before = list(caplog.messages)
+
+    begun = Begun()
+    begun.before = []
+    found = [line for line in lines(begun, **options) if "log_every_n_steps" in line]
+    assert found == ([said] if said else [])
+    assert set(found) <= set(begun.before)
+
+
+def test_a_resumed_run_is_asked_for_its_own_steps(lines):
+    lines(max_steps=6)
+    for last, said in ((9, 1), (10, 0)):
+        found = lines(max_steps=last, max_epochs=-1, ckpt_path="last", log_every_n_steps=10)
+        assert sum("log_every_n_steps=10 is more than the 3 steps of this run" in line for line in found) == said
+        lines(max_steps=6)
+
+
+@pytest.mark.parametrize("every", [0, 50])
+def test_without_rows_only_values_of_epochs_are_logged(every, tmp_path):
+    monitors = [LearningRateMonitor("step"), GradientMonitor(), DeviceStatsMonitor(cpu_stats=True)]
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(logger=logger, max_epochs=2, log_every_n_steps=every, callbacks=monitors, precision="O1")
+    trainer.fit(Classifier(), loader(16), loader(8))
+    (file,) = tmp_path.rglob("metrics.csv")
+    names, *rows = file.read_text().splitlines()
+    assert set(names.split(",")) == {"epoch", "step", "val_loss"}
+    assert len(rows) == 2

@@ -198,9 +198,9 @@ def test_what_agrees_with_it_is_not(options):
     quiet_trainer(**options)
 
 
-def test_a_line_says_what_was_set(capsys):
+def test_a_line_says_what_was_set(caplog):
     quiet_trainer(performance="max", max_steps=1, enable_model_summary=True).fit(Net(), loader(8))
-    line = next(one for one in capsys.readouterr().out.splitlines() if "performance" in one)
+    line = next(one for one in caplog.messages if "performance" in one)
     assert line == (
         "performance='max': TF32 in convolutions on, matmul precision 'high', cudnn.benchmark on, convolutions channels_last, "
         "garbage collection held off"

@@ -50,16 +50,16 @@ def fit(trainer, module=None, val=None):
     return module.seen
 
 
-def test_at_its_limit_it_trains_nothing_and_says_so(capsys):
+def test_at_its_limit_it_trains_nothing_and_says_so(caplog):
     hooks = Hooks()
     trainer = quiet_trainer(max_epochs=2, callbacks=hooks, enable_model_summary=True)
     fit(trainer)
     hooks.called.clear()
-    capsys.readouterr()
+    caplog.clear()
     assert fit(trainer) == []
     assert (trainer.current_epoch, trainer.global_step) == (2, 8)
     assert hooks.called == ["fit"]
-    assert "Nothing left to train at step 8: max_epochs=2 reached already" in capsys.readouterr().out
+    assert "Nothing left to train at step 8: max_epochs=2 reached already" in caplog.text
 
 
 def test_with_a_higher_limit_it_goes_on():

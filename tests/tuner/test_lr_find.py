@@ -84,14 +84,14 @@ def test_a_fit_behind_it_is_the_fit_without_it():
     assert weights(search=True) == weights(search=False)
 
 
-def test_sets_the_rate_where_the_module_keeps_it_and_draws_the_curve(capsys):
+def test_sets_the_rate_where_the_module_keeps_it_and_draws_the_curve(caplog):
     seed_everything(1)
     module, trainer = Tried(), quiet_trainer(max_steps=2, enable_model_summary=True)
     finder = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=1.0, num_training=30, early_stop_threshold=None)
     assert module.hparams.lr == finder.suggestion()
     assert finder.results["lr"][0] == 1e-4
     assert finder.results["lr"][-1] == pytest.approx(1.0)
-    assert f"30 learning rates from 0.0001 to 1, suggestion {finder.suggestion():.3g}" in capsys.readouterr().out
+    assert f"30 learning rates from 0.0001 to 1, suggestion {finder.suggestion():.3g}" in caplog.text
     picture = str(finder).splitlines()
     assert sum(line.count("*") + line.count("O") for line in picture[:-1]) == 30
     assert picture[-1].endswith(f"suggestion O: {finder.suggestion():.4g}")

@@ -266,7 +266,7 @@ class AmpOptimizerState(ParameterLists):
             self._told = True
             if is_rank_zero():
                 logger.warning(
-                    "fabricamp: optimizer.step() before any backward inside amp.scale_loss changes nothing; call it after"
+                    "optimizer.step() before any backward inside amp.scale_loss changes nothing; call it after"
                 )
 
     def _update(self) -> Any:

@@ -147,7 +147,7 @@ def _adopt(optimizer: Any) -> None:
         )
     if is_rank_zero():
         logger.warning(
-            "fabricamp: this %s was built after amp.initialize, or never passed to it; it is used as if it had been. Build "
+            "this %s was built after amp.initialize, or never passed to it; it is used as if it had been. Build "
             "it before `model, optimizer = amp.initialize(model, optimizer)`",
             kind,
         )

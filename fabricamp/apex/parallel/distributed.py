@@ -314,7 +314,7 @@ def _tell_of(names: Sequence[str]) -> None:
     """Says once which arguments of torch's class change nothing here."""
     if names and dist.is_initialized() and dist.get_rank() == 0:
         say_once(
-            f"fabricamp: DistributedDataParallel takes {', '.join(names)} and has no use for them: batches are moved by the "
+            f"DistributedDataParallel takes {', '.join(names)} and has no use for them: batches are moved by the "
             "script, parameters without gradients are always found, .grad are always views of flat memory",
             logging.INFO,
         )

@@ -121,9 +121,7 @@ class GraphEvaluation:
     def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:
         """Runs a replay, and compares its outputs, logged values and metrics' states with those of an eager step."""
         if not self._room.has(self._room.takes(key)):
-            _LOG.warning(
-                "fabricamp: a replay of %s is not compared with an eager call, for which there is no memory", self._step
-            )
+            _LOG.warning("a replay of %s is not compared with an eager call, for which there is no memory", self._step)
             graph.launch(arguments[0])
             return
         states, bank, before = graph.metric_states, self._table.bank, self._table.bank.clone()
@@ -160,7 +158,7 @@ class GraphEvaluation:
         self.why_eager = reason
         self.close(waits=True)
         if self._session.strategy.rank == 0:
-            _LOG.warning("fabricamp: cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
+            _LOG.warning("cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
 
     def _leave_out(self, key: Hashable, error: NoRoomError) -> None:
         """Lets batches of one shape run eagerly, or all of them where that is the first, and says why."""
@@ -169,7 +167,7 @@ class GraphEvaluation:
             return
         self._left_out.add(key)
         if self._session.strategy.rank == 0:
-            _LOG.warning("fabricamp: cuda_graph='auto' runs %s of one shape eagerly: %s", self._step, error)
+            _LOG.warning("cuda_graph='auto' runs %s of one shape eagerly: %s", self._step, error)
 
     def close(self, *, waits: bool) -> None:
         """Frees the graphs; ``waits`` for the device before."""

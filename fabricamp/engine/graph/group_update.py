@@ -200,7 +200,7 @@ class GroupUpdate(GraphUpdate):
             ) from error
         self.why_single = reason
         self._groups.clear()
-        _LOG.warning("fabricamp: CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
+        _LOG.warning("CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
 
     def _drop(self, *, waits: bool = True) -> None:
         super()._drop(waits=waits)

@@ -182,7 +182,7 @@ class GraphUpdate(Update):
         others = bool(self._steps) and self._together.settled
         if isinstance(why, NoRoomError) and others and not self._options.required:
             self._left_out.add(key)
-            _LOG.warning("fabricamp: cuda_graph='auto' runs steps of one shape eagerly: %s", why)
+            _LOG.warning("cuda_graph='auto' runs steps of one shape eagerly: %s", why)
         else:
             self._give_up(reason_of(why), why)
         self._parts.strategy.note_window(begun=not key[1].opens)
@@ -341,7 +341,7 @@ class GraphUpdate(Update):
             memory=memory, weights=self.weights, window=window,
         )  # fmt: skip
         if not self._together.all(self._room.has(3 * state.bytes + self._room.takes(key))):
-            _LOG.warning("fabricamp: the replay is not compared with an eager step, for which there is no memory")
+            _LOG.warning("the replay is not compared with an eager step, for which there is no memory")
             step.launch(batch)
             return None
         step.ready()
@@ -380,7 +380,7 @@ class GraphUpdate(Update):
         self.why_eager = reason
         self._drop()
         if self._parts.strategy.rank == 0:
-            _LOG.warning("fabricamp: cuda_graph='auto' runs eagerly: %s", reason)
+            _LOG.warning("cuda_graph='auto' runs eagerly: %s", reason)
 
     def _drop(self, *, waits: bool = True) -> None:
         if self._steps and waits:

@@ -1,0 +1,216 @@
+"""Where words for a person go: logger ``fabricamp``, plain lines on stderr without one; stdout is the user's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import textwrap
+
+import pytest
+
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish, start
+from tests.small import Classifier, loader, quiet_trainer
+
+PROGRAM = """
+import logging, logging.config, sys
+{before}
+from fabricamp import Callback, Trainer
+from tests.small import Classifier, loader
+
+class Misspelt(Callback):
+    def on_train_epoch_ends(self, trainer, module):
+        raise AssertionError
+
+def fit():
+    Trainer(accelerator="cpu", logger=False, callbacks=[Misspelt()], {options}).fit(Classifier(), loader(16), loader(8))
+
+if __name__ == "__main__":
+    fit()
+    {between}
+    print("mine")
+"""
+SAID = [
+    "CPU, 1 process, strategy single, precision O0",
+    "Misspelt.on_train_epoch_ends is no hook; did you mean 'on_train_epoch_end'?",
+    "Checkpoints: checkpoints",
+    "Name  Type        Params  Trainable",
+    "epoch 1/1  step 4",
+    "Ended at step 4: max_epochs=1 reached",
+]
+"""Information, a warning, a summary, a bar and an end: how their lines begin."""
+
+
+def ran(folder, *, before="", between="", options="devices=1, max_epochs=1", start=start_forked):
+    """What the program wrote to stdout and to stderr."""
+    before, between = textwrap.dedent(before), between.replace("\n", "\n    ")
+    (folder / "program.py").write_text(PROGRAM.format(before=before, between=between, options=options))
+    code, out, err = finish(start(folder, "program.py", CUDA_VISIBLE_DEVICES=""))
+    assert code == 0, err
+    return out, err
+
+
+def times(text, before=""):
+    """How many lines begin with each of what is said, behind ``before``."""
+    return [sum(line.startswith(before.format(line) + said) for line in text.splitlines()) for said in SAID]
+
+
+ONCE, NEVER = [1] * len(SAID), [0] * len(SAID)
+
+
+def test_without_a_configuration_it_goes_to_stderr_in_plain_lines(tmp_path):
+    out, err = ran(tmp_path)
+    assert out == "mine\n"
+    assert err.count("fabricamp: ") == 1
+    assert times(err.replace("fabricamp: ", "")) == ONCE
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "logging.disable()",
+        "logging.getLogger('fabricamp').setLevel(logging.ERROR)",
+        "logging.getLogger().setLevel(logging.ERROR)",
+        "logging.basicConfig(level=logging.ERROR)",
+        "logging.getLogger('fabricamp').addHandler(logging.NullHandler())",
+    ],
+)
+def test_the_usual_means_silence_it(tmp_path, before):
+    assert ran(tmp_path, before=before) == ("mine\n", "")
+
+
+def test_warnings_alone(tmp_path):
+    out, err = ran(tmp_path, before="logging.getLogger('fabricamp').setLevel(logging.WARNING)")
+    assert (out, err) == ("mine\n", f"fabricamp: {SAID[1]}\n")
+
+
+HYDRA = """
+logging.config.dictConfig({{
+    "version": 1, "disable_existing_loggers": False,
+    "formatters": {{"simple": {{"format": "[%(name)s][%(levelname)s] - %(message)s"}}}},
+    "handlers": {{
+        "console": {{"class": "logging.StreamHandler", "formatter": "simple", "stream": "ext://sys.stdout"}},
+        "file": {{"class": "logging.FileHandler", "formatter": "simple", "filename": "job.log"}},
+    }},
+    "root": {{"level": "INFO", "handlers": ["console", "file"]}},
+}})
+""".replace("{{", "{").replace("}}", "}")
+
+
+def plain(text):
+    """The lines without what their form puts before them."""
+    for prefix in ("[fabricamp][INFO] - ", "[fabricamp][WARNING] - ", "INFO:fabricamp:", "WARNING:fabricamp:"):
+        text = text.replace(prefix, "")
+    return text
+
+
+@pytest.mark.parametrize("when", ["before the import", "between two fits"])
+def test_a_configured_root_gets_each_line_once_and_stderr_none(tmp_path, when):
+    early = when == "before the import"
+    between = "" if early else HYDRA + "fit()"
+    out, err = ran(tmp_path, before=HYDRA if early else "", between=between)
+    assert times(plain(out)) == times(plain((tmp_path / "job.log").read_text())) == ONCE
+    assert times(err.replace("fabricamp: ", "")) == (NEVER if early else ONCE)
+    assert (err == "") == early
+
+
+@pytest.mark.parametrize("name", ["", "fabricamp"])
+def test_a_handler_without_a_level_gets_each_line_once(tmp_path, name):
+    out, err = ran(tmp_path, before=f"logging.getLogger({name!r}).addHandler(logging.FileHandler('job.log'))")
+    assert (out, err) == ("mine\n", "")
+    assert times((tmp_path / "job.log").read_text()) == ONCE
+
+
+@pytest.mark.parametrize("before", ["", "import fabricamp.callbacks"])
+def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
+    """In a new interpreter: logging is configured before fabricamp is imported, or behind it."""
+    out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=start)
+    assert out == "mine\n"
+    assert times(plain(err)) == ONCE
+    assert f"WARNING:fabricamp:{SAID[1]}\n" in err
+    assert f"INFO:fabricamp:{SAID[0]}\n" in err
+
+
+def test_several_processes_say_it_once(tmp_path):
+    options = "devices=2, start_method='fork', max_epochs=1"
+    _, err = ran(tmp_path, options=options)
+    assert [one.replace("fabricamp: ", "").startswith("CPU, 2 processes") for one in err.splitlines()].count(True) == 1
+    assert times(err.replace("fabricamp: ", ""))[1:4] == ONCE[1:4]
+
+
+def test_spawned_processes_keep_the_level(tmp_path):
+    before = "if __name__ == '__main__':\n    logging.getLogger('fabricamp').setLevel(logging.ERROR)"
+    options = "devices=2, start_method='spawn', max_epochs=1"
+    assert ran(tmp_path, before=before, options=options, start=start) == ("mine\n", "")
+
+
+def test_under_pytest_its_records_have_each_line_once(caplog, capfd):
+    quiet_trainer(enable_progress_bar=True, enable_model_summary=True, max_epochs=1).fit(Classifier(), loader(16))
+    said = [record.getMessage() for record in caplog.records]
+    assert [sum(line.startswith(start) for line in said) for start in (SAID[0], *SAID[3:])] == [1, 1, 1, 1]
+    assert {record.name for record in caplog.records} == {"fabricamp"}
+    assert capfd.readouterr() == ("", "")
+
+
+PREDICT = """
+import json
+from tests.small import Classifier, loader, quiet_trainer
+trainer = quiet_trainer(enable_progress_bar=True)
+trainer.test(Classifier(), loader(8))
+print(json.dumps([one.tolist() for one in trainer.predict(Classifier(), loader(8))]))
+"""
+
+
+def test_what_a_program_prints_is_alone_in_its_pipe(tmp_path):
+    (tmp_path / "predict.py").write_text(PREDICT)
+    code, out, err = finish(start_forked(tmp_path, "predict.py"))
+    assert code == 0, err
+    assert len(json.loads(out)) == 2
+    lines = err.splitlines()
+    assert sum("test_loss" in line for line in lines) == 1
+    assert [line.split()[0] for line in lines if line[0].isalpha()] == ["test", "predict"]
+
+
+class Gone:
+    """A stream whose reader is gone."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+    def isatty(self):
+        return False
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
+def test_a_reader_that_is_gone_is_no_reason_to_fail(error, tmp_path):
+    (tmp_path / "gone.py").write_text(
+        "import sys; from tests.small import *; from tests.test_messages import Gone\n"
+        f"sys.stderr = Gone({error!r})\n"
+        "trainer = quiet_trainer(enable_progress_bar=True, max_epochs=2)\n"
+        "trainer.fit(Classifier(), loader(16)); print(trainer.state.status)\n"
+        "sys.stderr = sys.__stderr__"
+    )
+    code, out, _ = finish(start_forked(tmp_path, "gone.py"))
+    assert (code, out) == (0, "finished\n")
+
+
+def test_on_a_terminal_a_line_is_broken_between_words(monkeypatch, capsys):
+    (handler,) = (
+        one for one in logging.getLogger("fabricamp").handlers if type(one).__module__ == "fabricamp.messages"
+    )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "Ended at step 8: max_epochs=2 reached; checkpoint: a/version_0/checkpoints/epoch=1-step=8.ckpt"
+    handler.handle(logging.LogRecord("fabricamp", logging.INFO, "", 0, line, None, None))
+    assert capsys.readouterr().err.splitlines() == [
+        "Ended at step 8: max_epochs=2 reached;",
+        "  checkpoint:",
+        "  a/version_0/checkpoints/epoch=1-step=8.ckpt",
+    ]
