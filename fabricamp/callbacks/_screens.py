@@ -157,8 +157,15 @@ class _LiveScreen(Screen):
         self._moved = list(_move_log_handlers(*streams))
 
     def draw(self, tracks: Sequence[Track], metrics: Pairs) -> None:
+        from rich.console import Group
+        from rich.control import Control
+        from rich.segment import ControlType
+
         started = monotonic()
-        self._live.update(self._picture(tracks, metrics), refresh=True)
+        # The terminal echoes ^C where the cursor stands.  Behind a line of the full width the echo would begin a new line, and the
+        # next picture would leave this one standing; at the line's beginning it is drawn over.
+        to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
+        self._live.update(Group(self._picture(tracks, metrics), to_the_beginning), refresh=True)
         self.interval = max(self._shortest, (monotonic() - started) / _SHARE_OF_TIME)
 
     def write(self, pairs: Pairs) -> None:
@@ -193,7 +200,7 @@ class _LiveScreen(Screen):
             lines += _wrapped(metrics, width)
         elif metrics:
             lines[0].append(_GAP).append_text(_spaced(metrics))
-        return Text("\n", no_wrap=True, overflow="crop").join(lines)
+        return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
     def _bar(self, track: Track, width: int) -> Text:
         from rich.text import Text

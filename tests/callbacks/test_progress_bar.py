@@ -344,10 +344,11 @@ SCRIPT = textwrap.dedent("""
 
 
 class Terminal:
-    """The few control sequences that rich uses, applied to lines of text."""
+    """The few control sequences that rich uses, applied to lines of text that are ``width`` wide at most."""
 
-    def __init__(self):
+    def __init__(self, width=100):
         self.lines, self.row, self.column, self.cursor_shown = [""], 0, 0, True
+        self.width = width
 
     def feed(self, output):
         for text, code, argument, letter in re.findall(r"([^\x1b\r\n]+|\r|\n)|(\x1b\[)([?0-9;]*)([A-Za-z])", output):
@@ -356,14 +357,24 @@ class Terminal:
             elif text == "\r":
                 self.column = 0
             elif text == "\n":
-                self.row += 1
-                self.lines += [""] * (self.row + 1 - len(self.lines))
+                self._go_down()
             else:
                 assert self.cursor_shown, "a process killed here would leave the cursor hidden"
-                line = self.lines[self.row].ljust(self.column)
-                self.lines[self.row] = line[: self.column] + text + line[self.column + len(text) :]
-                self.column += len(text)
+                for letter_of_text in text:
+                    self._write(letter_of_text)
         return [line.rstrip() for line in self.lines if line.strip()]
+
+    def _go_down(self):
+        self.row += 1
+        self.lines += [""] * (self.row + 1 - len(self.lines))
+
+    def _write(self, letter):
+        if self.column == self.width:  # what comes behind the last column begins a new line
+            self._go_down()
+            self.column = 0
+        line = self.lines[self.row].ljust(self.column)
+        self.lines[self.row] = line[: self.column] + letter + line[self.column + 1 :]
+        self.column += 1
 
     def _control(self, argument, letter):
         if letter == "A":
@@ -378,8 +389,11 @@ class Terminal:
             assert letter == "m", f"unknown control sequence {argument}{letter}"
 
 
-def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, **environment):
-    """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output."""
+def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, keys=b"", at=b"", **environment):
+    """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output.
+
+    ``keys`` are pressed as soon as the output has ``at``.
+    """
     (tmp_path / "test_progress_bar_stand_in.py").write_text(
         "import math\nfrom types import SimpleNamespace\n" + inspect.getsource(stand_in)
     )
@@ -401,6 +415,9 @@ def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, **environm
         if not part:
             break
         output += part
+        if keys and at in output:
+            os.write(leader, keys)
+            keys = b""
     os.close(leader)
     process.communicate(timeout=60)
     assert process.returncode == 0, output.decode()
@@ -483,6 +500,41 @@ def test_an_error_while_no_bar_is_open_is_the_last_word(tmp_path):
     output = run_in_terminal(tmp_path, str(tmp_path), script=FAILING)
     for place, kind in (("start", "ValueError"), ("save", "ValueError"), ("second interrupt", "KeyboardInterrupt")):
         assert f"{place}: {kind}: MY OWN ERROR; hides None" in output
+
+
+INTERRUPTED = textwrap.dedent("""
+    import fcntl, signal, termios
+    from fabricamp.callbacks.progress_bar import ProgressBar
+    from test_progress_bar_stand_in import stand_in
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # Ctrl-C at this terminal is for this process
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # rich prints once more what it was printing when it came
+    trainer, bar = stand_in(progress_bar_metrics={"loss": 0.5}, max_epochs=30), ProgressBar()
+    bar.setup(trainer, None, "fit")
+    try:
+        bar.on_train_epoch_start(trainer, None)
+        for index in range(3):
+            bar._due = 0
+            bar.on_train_batch_end(trainer, None, None, None, index)
+            trainer.state.batch_idx = index + 1
+        print("three steps are made")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        while True:
+            signal.pause()
+    except KeyboardInterrupt as error:
+        bar.on_exception(trainer, None, error)
+    print("after")
+""")
+
+
+@pytest.mark.parametrize("keys", [b"\x03", b"typed ahead\x03"])
+def test_what_the_terminal_echoes_leaves_no_second_copy_of_a_bar_as_wide_as_it(tmp_path, keys):
+    options = {"script": INTERRUPTED, "keys": keys, "at": b"three steps are made", "COLUMNS": "90"}
+    output = run_in_terminal(tmp_path, **options)
+    assert "^C" in output
+    printed, bar, after = Terminal(90).feed(output)
+    assert (printed, after) == ("three steps are made", "after")
+    assert re.fullmatch(r"epoch 1/30 .*  3/4 .* loss 0\.5000", bar)
+    assert len(bar) == 89, "only a bar of the full width is at stake"
 
 
 def test_stderr_that_leads_elsewhere_is_left_alone(tmp_path):
