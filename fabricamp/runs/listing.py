@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,9 +19,13 @@ from fabricamp.runs.panels import training_loss, validation_loss
 from fabricamp.runs.reading import find_runs, read_curves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _SHORT: Final = 30
+_LEAST: Final = 6
+"""So wide is the last column at least, before names are broken."""
+_TIME: Final = len("2026-11-23 15:27")
+_BETWEEN: Final = len(" │ ") * 4
 _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 
 
@@ -41,7 +46,11 @@ class Summary(NamedTuple):
 
 def summarise(folder: Path) -> Summary:
     """Returns what its run.json says, and its logs where that was never ended or is not there."""
-    content: dict[str, Any] = {"reason": "" if (folder / NAME).exists() else f"no {NAME}"}
+    content: dict[str, Any] = {}
+    if not (folder / NAME).exists():
+        # Only a fit writes that file.
+        reason = f"an evaluation or another trainer's (no {NAME})"
+        content = {"started": _first_written(folder), "reason": reason}
     with contextlib.suppress(OSError, ValueError):
         read = json.loads((folder / NAME).read_text(encoding="utf-8"))
         content = read if isinstance(read, dict) else content
@@ -68,20 +77,43 @@ def show(folder: str | Path) -> None:
     found = [run for run in found if run.folder.resolve() not in others]
     found.sort(key=lambda run: run.started)
     names = [str(one.folder.relative_to(root)) if one.folder != root else str(one.folder) for one in found]
-    table = Table()
-    # Short names and times stay in one line; where the terminal is narrow the words behind them break.
-    table.add_column("run", overflow="fold", no_wrap=max(map(len, names)) <= _SHORT)
+    started = [one.started[:_TIME].replace("T", " ") for one in found]
+    steps = ["" if one.steps is None else str(one.steps) for one in found]
+    ended = [_ending(one) for one in found]
+    console = Console(highlight=False)
+    others_width = _TIME + _width(["steps", *steps]) + _BETWEEN
+    best = ["\n".join(f"{metric} {value:.4g}" for metric, value in one.best.items()) for one in found]
+    if _width(names) + others_width + _width(best) + _width(" ".join(ended).split()) > console.width:
+        best = [one.replace(" ", "\n") for one in best]
+    # Times, metrics and short names stay in one line; where the terminal is narrow the words behind them break.
+    fits = _width(names) + others_width + _width(best) + _LEAST <= console.width
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("run", overflow="fold", no_wrap=fits and _width(names) <= _SHORT)
     table.add_column("started", no_wrap=True)
-    table.add_column("steps", overflow="fold", justify="right")
-    for title in ("best", "how it ended"):
-        table.add_column(title, overflow="fold")
-    for name, one in zip(names, found, strict=True):
-        best = ", ".join(f"{metric} {value:.4g}" for metric, value in one.best.items())
-        started = one.started[:16].replace("T", " ")
-        words = [] if one.status == "finished" and one.reason else [one.status]
-        ended = Text(": ".join([*words, *([one.reason] if one.reason else [])]), _STYLES.get(one.status, "yellow"))
-        table.add_row(Text(name), started, "" if one.steps is None else str(one.steps), Text(best), ended)
-    Console(highlight=False).print(table)
+    table.add_column("steps", no_wrap=True, justify="right")
+    table.add_column("best", no_wrap=True)
+    table.add_column("how it ended", overflow="fold")
+    for name, time, step, metrics, end, one in zip(names, started, steps, best, ended, found, strict=True):
+        table.add_row(Text(name), time, step, Text(metrics), Text(end, _STYLES.get(one.status, "yellow")))
+    console.print(table)
+
+
+def _width(lines: Iterable[str]) -> int:
+    """The width of a column with these lines."""
+    return max((len(one) for lines_of_one in lines for one in lines_of_one.splitlines()), default=0)
+
+
+def _ending(run: Summary) -> str:
+    """The status and the reason for it; a run that finished needs the reason alone."""
+    if run.status == "finished" and run.reason:
+        return run.reason
+    return f"{run.status}: {run.reason}" if run.reason else run.status
+
+
+def _first_written(folder: Path) -> str:
+    """When the oldest file of a folder was written last."""
+    times = [one.stat().st_mtime for one in folder.iterdir() if one.is_file()]
+    return datetime.fromtimestamp(min(times)).astimezone().isoformat() if times else ""
 
 
 def _living(process: Any) -> tuple[str, str]:

@@ -55,7 +55,7 @@ def read_curves(place: Path) -> dict[str, Curve]:
             return _curves(readers[file.suffix](file))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{place} cannot be read as a log: {str(error) or type(error).__name__}") from error
-    raise ConfigError(f"{place} holds no log: TensorBoard's events, {CSV_FILE} or {JSON_FILE}{_runs_below(place)}")
+    raise ConfigError(f"{place} holds no log{_why_no_log(place)}")
 
 
 def is_run(folder: Path) -> bool:
@@ -77,8 +77,17 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _found(inner, depth - 1)
 
 
+def _why_no_log(place: Path) -> str:
+    """What a fit that logged nothing says of itself, or else which files and folders were looked for."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads((place / NAME).read_text(encoding="utf-8"))
+        every, steps = int(content["trainer"]["log_every_n_steps"]), int(content["step"]) - int(content["first_step"])
+        return f": its run of {steps} steps logged no value, with log_every_n_steps={every}"
+    return f": TensorBoard's events, {CSV_FILE} or {JSON_FILE}{_runs_below(place)}"
+
+
 def _runs_below(place: Path) -> str:
-    found = find_runs(place) if place.is_dir() else []
+    found = [one for one in find_runs(place) if one != place] if place.is_dir() else []
     found = [one for one in found if (one / NAME).is_file()] or found  # fits, rather than what was tested or predicted
     return f"; runs below it: {', '.join(str(one) for one in found[-3:])}" if found else "; give the folder of a run"
 

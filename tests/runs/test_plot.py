@@ -218,6 +218,36 @@ def test_a_mistake_says_what_to_change(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("every", [0, 50])
+def test_a_run_that_logged_nothing_says_why(every, capsys):
+    class Silent(Overflows):
+        def validation_step(self, batch, batch_idx):
+            """Logs nothing."""
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("only", loss, on_step=True)
+            return loss
+
+        def log(self, name, *arguments, **options):
+            if name == "only":
+                super().log(name, *arguments, **options)
+
+    data = DataLoader(TensorDataset(torch.randn(32, 4)), 4)
+    trainer = quiet_trainer(logger=True, max_epochs=1, log_every_n_steps=every)
+    trainer.fit(Silent(), data)
+    assert main(["plot", trainer.log_dir]) == 2
+    said = f"holds no log: its run of 8 steps logged no value, with log_every_n_steps={every}\n"
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_still_runs_is_not_named_as_one_below_itself(capsys):
+    Path("alone").mkdir()
+    Path("alone/run.json").write_text('{"status": "running"}')
+    assert main(["plot", "alone"]) == 2
+    assert "alone holds no log: TensorBoard's events, metrics.csv or metrics.jsonl; give" in capsys.readouterr().err
+
+
 def test_the_folder_above_names_the_runs_in_it(runs, capsys):
     assert main(["plot", str(runs / "events")]) == 2
     assert f"runs below it: {runs}/events/version_0, {runs}/events/version_1" in capsys.readouterr().err
