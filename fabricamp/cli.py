@@ -57,12 +57,13 @@ examples:
   fabricamp fit config.yaml trainer.precision=O1 trainer.devices=2 module.lr=3e-4
   fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
   fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
-  fabricamp test config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt
+  fabricamp test config.yaml ckpt_path=best           (or last, or the path of a checkpoint)
+  fabricamp predict config.yaml ckpt_path=best --json (predictions as JSON, alone on stdout)
   fabricamp bench config.yaml trainer.precision=O1 --out step.png
-  fabricamp plot runs/version_0 runs/version_1 --out both.png
-  fabricamp runs runs                                 (the runs in this folder, and how they ended)
+  fabricamp plot fabricamp_logs/version_0 fabricamp_logs/version_1 --out both.png
+  fabricamp runs fabricamp_logs                       (the runs in this folder, and how they ended)
   fabricamp verify train.py --lr 0.1                  (is a run that was killed and resumed bitwise equal)
-  fabricamp export last.ckpt --to weights.safetensors
+  fabricamp export fabricamp_logs/version_0/checkpoints/epoch=19-step=400.ckpt --to weights.safetensors
   fabricamp doctor
   fabricamp doctor --measure                          (on a GPU that the package has no measurements of)
 
@@ -310,7 +311,7 @@ def _examples_of(command: str) -> str:
     """The examples of one command, and the exit codes."""
     lines = EXAMPLES.splitlines()
     own = [line for line in lines if line.startswith(f"  fabricamp {command} ")]
-    own = own or [f"  fabricamp {command} config.yaml ckpt_path=runs/version_0/checkpoints/last.ckpt"]
+    own = own or [f"  fabricamp {command} config.yaml ckpt_path=best"]
     return "\n".join(["examples:" if len(own) > 1 else "example:", *own, "", lines[-1]])
 
 
@@ -358,8 +359,12 @@ def _plain(value: Any) -> Any:
 
 def _check_there(ckpt_path: str) -> None:
     """Raises :class:`ConfigError` for a file that is not there; a word or a URL is looked for later."""
+    from fabricamp.checkpoint.places import found_near
+
     if not (ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists()):
-        raise ConfigError(f"ckpt_path={ckpt_path!r} is not there; give the path of a checkpoint, or ckpt_path=last")
+        raise ConfigError(
+            f"ckpt_path={ckpt_path!r} is not there{found_near(ckpt_path)}; give the path of a checkpoint, or ckpt_path=last"
+        )
 
 
 def _started() -> bool:

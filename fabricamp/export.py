@@ -12,7 +12,7 @@ import torch
 from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.folder import write_whole
-from fabricamp.checkpoint.places import is_folder
+from fabricamp.checkpoint.places import found_near, is_folder
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -55,12 +55,14 @@ def export(
         CheckpointError: for a file that is no checkpoint, or cannot be written.
 
     Example:
-        >>> export("last.ckpt", "weights.safetensors", dtype="bf16")  # doctest: +SKIP
+        >>> export("epoch=19-step=400.ckpt", "weights.safetensors", dtype="bf16")  # doctest: +SKIP
     """
     as_folder = str(to).endswith("/")
     path = _checked(Path(to).expanduser(), dtype, whole=as_folder)
     if not ("://" in str(checkpoint) or Path(checkpoint).expanduser().exists()):
-        raise ConfigError(f"{str(checkpoint)!r} is not there; give the file or folder of a checkpoint, or a URL")
+        raise ConfigError(
+            f"{str(checkpoint)!r} is not there{found_near(str(checkpoint))}; give the file or folder of a checkpoint, or a URL"
+        )
     content = read_checkpoint(checkpoint)
     weights = content.get("state_dict")
     if not isinstance(weights, dict):

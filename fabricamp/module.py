@@ -74,6 +74,16 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         object.__setattr__(self, "_attachment", attachment)
         return attachment
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            if "before Module.__init__() call" not in str(error):
+                raise
+            raise ConfigError(
+                f"{type(self).__name__} sets {name!r} before its base is initialised; in __init__ call super().__init__() first"
+            ) from None
+
     # -- what the user writes ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

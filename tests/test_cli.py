@@ -15,7 +15,7 @@ import torch
 
 import fabricamp
 from fabricamp import Trainer
-from fabricamp.cli import main
+from fabricamp.cli import EXAMPLES, main
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
 
@@ -247,6 +247,39 @@ def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
         error = capfd.readouterr().err
         assert "'missing.ckpt' is not there" in error
         assert "Traceback" not in error
+
+
+def test_what_is_not_there_names_the_checkpoints_that_are(capfd):
+    for _ in range(2):
+        assert main(["fit", "config.yaml"]) == 0
+    first, second = (f"fabricamp_logs/version_{run}/checkpoints/epoch=0-step=5.ckpt" for run in range(2))
+    os.utime(first, (1, 1))
+    capfd.readouterr()
+    in_its_folder = second.replace("epoch=0", "epoch=9")
+    for path, found in (
+        ("last.ckpt", f"{second}, {first}"),
+        (in_its_folder, second),
+        ("nowhere/x.ckpt", f"{second}, {first}"),
+    ):
+        for command in (["test", "config.yaml", f"ckpt_path={path}"], ["export", path, "--to", "a.pt"]):
+            assert main(command) == 2
+            assert f"{path!r} is not there; there are {found};" in capfd.readouterr().err.replace(
+                "there is ", "there are "
+            )
+
+
+def test_help_names_what_a_run_by_default_writes():
+    for _ in range(2):
+        assert main(["fit", "config.yaml"]) == 0
+    words = {word.strip("'") for word in EXAMPLES.split()}
+    for path in (one.removeprefix("ckpt_path=") for one in words if "fabricamp_logs" in one):
+        pattern = re.sub(r"\d+", "[0-9]*", path) if path.endswith(".ckpt") else path
+        assert list(Path.cwd().glob(pattern)), path
+    assert "last.ckpt" not in words
+    (word,) = (
+        one.removeprefix("ckpt_path=") for one in words if one.startswith("ckpt_path=") and one != "ckpt_path=auto"
+    )
+    assert main(["test", "config.yaml", f"ckpt_path={word}"]) == 0
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder():

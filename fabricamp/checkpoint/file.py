@@ -278,7 +278,8 @@ def _not_there(place: str) -> str:
     except OSError:
         beside = []  # the folder is not there, or may not be listed
     names = [other.rpartition("/")[2] for other in beside]
-    return f"there is no checkpoint {place}{nearest(place.rpartition('/')[2], names)}"
+    meant = nearest(place.rpartition("/")[2], names) or places.found_near(place)
+    return f"there is no checkpoint {place}{meant}"
 
 
 def _why_unreadable(place: str, error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -17,6 +18,9 @@ PARTIAL_SUFFIX = ".ckpt.partial"
 
 STATE = "state.pt"
 """The file that makes a folder a checkpoint."""
+
+_NEAR, _MANY = 5, 1000
+"""So many folders deep, and so many files in each depth, are looked at for checkpoints: ``runs/name/version_0/checkpoints``."""
 
 _ON_THIS_MACHINE = ("file://", "local://")
 
@@ -128,6 +132,23 @@ def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
     else:
         found = _listed(folder, depth) if Path(folder).is_dir() else []
     return sorted(one for one in found if one.endswith(suffix) and not one.rpartition("/")[2].startswith("."))
+
+
+def found_near(place: str) -> str:
+    """Returns ``"; there are A, B"`` for the newest checkpoints beside and below where ``place`` should be; nothing without any."""
+    if is_remote(place):
+        return ""
+    path = Path(place).expanduser().absolute()
+    folder = next(one for one in path.parents if one.is_dir())
+    found: list[tuple[float, str]] = []
+    for depth in range(_NEAR):
+        with contextlib.suppress(OSError):  # what may not be listed is not near
+            files = [*itertools.islice(folder.glob(f"{'*/' * depth}[!.]*.ckpt"), _MANY)]
+            found += [(file.stat().st_mtime, str(file).removeprefix(f"{Path.cwd()}/")) for file in files]
+    newest = [name for _, name in sorted(found, reverse=True)[:3]]
+    if not newest:
+        return ""
+    return f"; there {'is' if len(newest) == 1 else 'are'} {', '.join(newest)}"
 
 
 def _listed(folder: str, depth: int) -> list[str]:

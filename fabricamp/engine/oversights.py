@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, product
 from types import FunctionType
 from typing import Any
 
@@ -48,6 +48,17 @@ _OF_LIGHTNING_1 = {
 """Hooks that Lightning 2 no longer calls, and what is called instead."""
 
 
+_OTHER_WORDS = (
+    ("validation", "val", "valid", "validate", "eval"),
+    ("training", "train"),
+    ("test", "testing"),
+    ("predict", "prediction", "predicting"),
+    ("optimizers", "optimizer", "optim"),
+    ("dataloader", "dataloaders", "loader"),
+)
+"""Words that stand for each other in names of hooks."""
+
+
 def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
     """Raises :class:`ConfigError` where ``module`` lacks what an entry point calls."""
     name, needs = type(module).__name__, fn.value
@@ -55,7 +66,8 @@ def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
     by_forward = fn is TrainerFn.PREDICTING and overrides(module, "forward", Module)
     if not (by_forward or overrides(module, step, TrainingModule)):
         instead = ", or forward" if fn is TrainerFn.PREDICTING else ""
-        raise ConfigError(f"{name} has no {step}, which {needs} needs; write one{instead}")
+        cure = _renaming(module, step) or f"write one{instead}"
+        raise ConfigError(f"{name} has no {step}, which {needs} needs; {cure}")
     if fn is not TrainerFn.FITTING:
         return
     if torch.is_inference_mode_enabled() or (module.automatic_optimization and not torch.is_grad_enabled()):
@@ -63,8 +75,15 @@ def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
             "fit was called within torch.inference_mode() or torch.no_grad(), where nothing trains; call it outside"
         )
     if not overrides(module, "configure_optimizers", TrainingModule):
-        raise ConfigError(f"{name} has no configure_optimizers, which fit needs; return an optimizer from it, or None")
+        cure = _renaming(module, "configure_optimizers") or "return an optimizer from it, or None"
+        raise ConfigError(f"{name} has no configure_optimizers, which fit needs; {cure}")
     _check_training_step(module)
+
+
+def _renaming(module: TrainingModule, missing: str) -> str:
+    """What to rename, where a method of the module's own was probably meant to be the missing one."""
+    found = misspelt_hooks(module, lightnings_base(type(module)) or TrainingModule)
+    return next((f"rename {given} to {missing}" for given, meant in found if meant == missing), "")
 
 
 def _check_training_step(module: TrainingModule) -> None:
@@ -124,10 +143,20 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
         if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
             continue
         successor = _OF_LIGHTNING_1.get(name, "")
-        for meant in [successor] if hasattr(base, successor) else get_close_matches(name, hooks, n=1, cutoff=_NEAR):
+        if hasattr(base, successor):
+            meanings = [successor]
+        else:
+            meanings = _by_other_words(name, hooks) or get_close_matches(name, hooks, n=1, cutoff=_NEAR)
+        for meant in meanings:
             is_helper_of_the_hook = any(name in vars(one) and meant in vars(one) for one in classes)
             if not is_helper_of_the_hook:
                 yield name, meant
+
+
+def _by_other_words(name: str, hooks: Sequence[str]) -> list[str]:
+    """The first of ``hooks`` that ``name`` is in other words, or none."""
+    words = [next((group for group in _OTHER_WORDS if word in group), (word,)) for word in name.split("_")]
+    return next(([meant] for meant in map("_".join, product(*words)) if meant in hooks), [])
 
 
 def _looks_like_a_hook(name: str) -> bool:

@@ -197,6 +197,10 @@ class Runner:
             raise ConfigError(
                 f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
             )
+        if "_parameters" not in vars(module):
+            raise ConfigError(
+                f"{type(module).__name__}.__init__ does not call super().__init__(); call it first in there"
+            )
         if datamodule is not None and not _is_datamodule(datamodule):
             loaders = "train_dataloaders" if fn is TrainerFn.FITTING else "dataloaders"
             raise ConfigError(

@@ -118,6 +118,79 @@ def test_a_misspelt_hook_is_told_of(caplog):
     assert list(misspelt_hooks(data, DataModule)) == [("trian_dataloader", "train_dataloader")]
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("val_step", "validation_step"),
+        ("valid_step", "validation_step"),
+        ("validate_step", "validation_step"),
+        ("eval_step", "validation_step"),
+        ("train_step", "training_step"),
+        ("testing_step", "test_step"),
+        ("prediction_step", "predict_step"),
+        ("configure_optimizer", "configure_optimizers"),
+        ("configure_optim", "configure_optimizers"),
+        ("on_val_epoch_end", "on_validation_epoch_end"),
+        ("on_training_batch_end", "on_train_batch_end"),
+        ("train_loader", "train_dataloader"),
+        ("validation_dataloader", "val_dataloader"),
+        ("test_dataloaders", "test_dataloader"),
+    ],
+)
+def test_another_word_for_a_hook_is_told_of(given, meant):
+    bare = type("Bare", (TrainingModule,), {given: lambda self, *arguments: None})()
+    assert list(misspelt_hooks(bare, TrainingModule)) == [(given, meant)]
+
+
+@pytest.mark.parametrize(
+    "name", ["val", "optimizer", "test_accuracy", "train_net", "step", "on_the_way", "loader", "eval_all"]
+)
+def test_a_method_of_ones_own_is_not(name):
+    bare = type("Bare", (TrainingModule,), {name: lambda self, *arguments: None})()
+    assert list(misspelt_hooks(bare, TrainingModule)) == []
+
+
+def test_what_is_missing_names_what_was_meant_for_it():
+    def without(**methods):
+        names = ("training_step", "configure_optimizers", "forward")
+        kept = {
+            name: vars(Classifier).get(name, Classifier.training_step) for name in names if name not in methods.values()
+        }
+        given = {name: lambda self, *arguments: None for name in methods}
+        return type("Bare", (TrainingModule,), {**kept, **given})()
+
+    def message(call):
+        with pytest.raises(ConfigError) as raised:
+            call()
+        return str(raised.value)
+
+    trainer = quiet_trainer(max_epochs=1)
+    said = message(lambda: trainer.fit(without(configure_optimizer="configure_optimizers"), loader(8)))
+    assert "has no configure_optimizers, which fit needs; rename configure_optimizer to configure_optimizers" in said
+    said = message(lambda: trainer.fit(without(train_step="training_step"), loader(8)))
+    assert "has no training_step, which fit needs; rename train_step to training_step" in said
+    said = message(lambda: trainer.validate(without(val_step="validation_step"), loader(8)))
+    assert "has no validation_step, which validate needs; rename val_step to validation_step" in said
+
+
+def test_a_forgotten_call_of_the_base_is_named():
+    class Forgets(Classifier):
+        def __init__(self, value):
+            self.value = value
+
+    class SaysTorch(TrainingModule):
+        def __setattr__(self, name, value):
+            raise AttributeError("of its own")
+
+    for value in (torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1))):
+        with pytest.raises(ConfigError, match=r"Forgets sets 'value' before .*call super\(\).__init__\(\) first"):
+            Forgets(value)
+    with pytest.raises(ConfigError, match=r"Forgets.__init__ does not call super\(\).__init__\(\)"):
+        quiet_trainer(max_epochs=1).fit(Forgets(3), loader(8))
+    with pytest.raises(AttributeError, match="of its own"):
+        SaysTorch().lr = 3
+
+
 def test_a_hook_that_lightning_2_calls_no_more_is_told_of():
     old = {"on_epoch_end": "on_train_epoch_end", "on_keyboard_interrupt": "on_exception", "on_init_end": "setup"}
     callback = type("Old", (Callback,), {name: lambda *arguments: None for name in old})()
