@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -68,8 +69,6 @@ def test_without_a_configuration_it_goes_to_stderr_in_plain_lines(tmp_path):
 @pytest.mark.parametrize(
     "before",
     [
-        "logging.disable()",
-        "logging.getLogger('fabricamp').setLevel(logging.ERROR)",
         "logging.getLogger().setLevel(logging.ERROR)",
         "logging.basicConfig(level=logging.ERROR)",
         "logging.getLogger('fabricamp').addHandler(logging.NullHandler())",
@@ -77,11 +76,6 @@ def test_without_a_configuration_it_goes_to_stderr_in_plain_lines(tmp_path):
 )
 def test_the_usual_means_silence_it(tmp_path, before):
     assert ran(tmp_path, before=before) == ("mine\n", "")
-
-
-def test_warnings_alone(tmp_path):
-    out, err = ran(tmp_path, before="logging.getLogger('fabricamp').setLevel(logging.WARNING)")
-    assert (out, err) == ("mine\n", f"fabricamp: {SAID[1]}\n")
 
 
 HYDRA = """
@@ -214,3 +208,32 @@ def test_on_a_terminal_a_line_is_broken_between_words(monkeypatch, capsys):
         "  checkpoint:",
         "  a/version_0/checkpoints/epoch=1-step=8.ckpt",
     ]
+
+
+def test_hydras_job_log_has_each_line_once(tmp_path):
+    pytest.importorskip("hydra", reason="needs the package hydra-core")
+    (tmp_path / "job.py").write_text(
+        "import hydra\nfrom program import fit\n"
+        "@hydra.main(version_base=None, config_name=None)\n"
+        "def main(config):\n    fit()\n"
+        "main()\n"
+    )
+    (tmp_path / "program.py").write_text(PROGRAM.format(before="", between="", options="devices=1, max_epochs=1"))
+    code, out, err = finish(start_forked(tmp_path, "job.py", "hydra.run.dir=outputs"))
+    assert (code, err) == (0, "")
+    lines = (tmp_path / "outputs" / "job.log").read_text().splitlines()
+    assert lines == out.splitlines()
+    assert [sum(f"] - {said}" in line for line in lines) for said in SAID] == ONCE
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "output.md").read_text()
+
+
+@pytest.mark.parametrize("line", PAGE.partition("import logging\n")[2].partition("```")[0].splitlines())
+def test_each_line_of_the_page_does_what_stands_behind_it(tmp_path, line):
+    statement, _, promise = line.partition("#")
+    out, err = ran(tmp_path, before=statement)
+    expected = f"fabricamp: {SAID[1]}\n" if "warnings alone" in promise else ""
+    assert (out, err) == ("mine\n", expected)
+    if "to a file" in promise:
+        assert times((tmp_path / "run.log").read_text()) == ONCE

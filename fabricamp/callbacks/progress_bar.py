@@ -26,8 +26,9 @@ class ProgressBar(Callback):
 
     Under ``Trainer(cuda_graph=...)`` it says whether steps run as a ``graph`` or ``eager``.
     Only rank 0 shows it.  On a GPU a step's values are one or two pictures old; the epoch's line is exact.  It never waits for a
-    tensor, and takes at most 1 % of the time.  If stdout is no terminal (file, pipe, CI, ``TERM=dumb``), it writes a plain line
-    every ten seconds.  Validations within an epoch leave a line too; ``validate`` and ``test`` show their values in a table.
+    tensor, and takes at most 1 % of the time.  If stdout is no terminal (file, pipe, CI, ``TERM=dumb``), a plain line goes through
+    logger ``fabricamp`` every ten seconds.  Validations within an epoch leave a line too; ``validate`` and ``test`` show their
+    values in a table.
 
     Args:
         refresh_rate_hz: how many times per second it is drawn at most.
