@@ -450,6 +450,19 @@ def test_terminal_keeps_prints_logs_and_epoch_lines_and_nothing_of_the_bar(tmp_p
     assert terminal.cursor_shown
 
 
+def test_what_is_said_without_a_configuration_stands_above_the_bar_too(tmp_path):
+    script = SCRIPT
+    for part, instead in (
+        ('logging.basicConfig(level=logging.INFO, format="%(message)s")', ""),
+        ('logging.getLogger("user")', 'logging.getLogger("fabricamp")'),
+        (" and logging.root.handlers[0].stream is sys.__stderr__", ""),
+    ):
+        assert part in script
+        script = script.replace(part, instead)
+    lines = Terminal().feed(run_in_terminal(tmp_path, script=script))
+    assert without_times(lines) == [*EPOCHS[0], *EPOCHS[1], "after"]
+
+
 def test_exception_leaves_the_bar_as_it_stood_and_a_clean_terminal(tmp_path):
     terminal = Terminal()
     *before, bar, after = without_times(terminal.feed(run_in_terminal(tmp_path, "crash")))

@@ -33,7 +33,7 @@ WRONG = {
     "val_check_interval": [0, -1, 1.5, "00:10:00"],
     "check_val_every_n_epoch": [0, -1, 0.5],
     "num_sanity_val_steps": [-2, 0.5],
-    "log_every_n_steps": [0, -1, 1.0],
+    "log_every_n_steps": [-1, 1.0],
     "accumulate_grad_batches": [0, -1, 2.0, {0: 2}],
     "partial_window": ["cary", 1],
     "on_world_change": ["keep", 2, True],
