@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import collections
 import os
+import pickle
 import signal
-import socket
+import time
+from datetime import UTC, datetime
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader
 
@@ -23,6 +27,16 @@ from tests.trainer.test_exact_resume import Samples
 FORK = torch.multiprocessing.get_context("fork")
 SIZE, BATCH, EPOCHS = 64, 4, 2
 STEP = 16
+RUN = "elastic"
+BY_EVENTS = {
+    "is_host": False,  # the test has the store
+    "join_timeout": 250,
+    "last_call_timeout": 1,  # of who goes on alone: the first time, nobody waits for a call (wait_for_agent)
+    # No agent is off the list because it is slow; who is lost is taken off it by forget_agent.
+    "keep_alive_interval": 10,
+    "keep_alive_max_attempt": 1000,
+}
+"""The rendezvous of agents none of which decides anything by a clock, however late another one is."""
 
 
 class Net(Classifier):
@@ -60,49 +74,72 @@ def work(folder, strategy, kind=Net, epochs=EPOCHS):
         torch.save((trainer.global_step, trainer.world_size, module.state_dict()), folder / "end")
 
 
-def start_agents(folder, strategy, port, all_here):
-    """An agent in each of two processes, as torchrun makes it; they begin at once, or one would not wait for the other."""
+def start_agents(folder, strategy, port):
+    """An agent in each of two processes, as torchrun makes it; both are there before the first worker starts."""
     first = os.environ["RANK"] == "0"
-    if not first:  # the first one has the store that agents meet at
-        os.environ["IS_LOST"] = "1"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    rendezvous = {
-        "is_host": first,
-        "join_timeout": 60,
-        "last_call_timeout": 10,  # on a busy machine the second agent was seen to begin 5 s behind the first
-        "keep_alive_interval": 1,
-        "keep_alive_max_attempt": 3,
-    }
+    if first:
+        wait_for_agent(port)
+    else:
+        os.environ["IS_LOST"] = "1"
     config = LaunchConfig(
-        min_nodes=1,
+        min_nodes=1 if first else 2,
         max_nodes=2,
         nproc_per_node=1,
-        run_id="elastic",
+        run_id=RUN,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs=rendezvous,
-        local_addr="127.0.0.1",
+        rdzv_configs=BY_EVENTS,
+        local_addr="127.0.0.1" if first else "127.0.0.2",
         max_restarts=2,
         monitor_interval=0.1,
         start_method="fork",
     )
-    all_here.wait(60)
     elastic_launch(config, work)(folder, strategy)
 
 
-def agent(*args):
+def agents_store():
+    """Where agents meet; in the process of the test, which outlives all of them."""
+    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def backend_at(port):
+    return C10dRendezvousBackend(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), RUN)
+
+
+def wait_for_agent(port):
+    """Returns once the other agent, which has ``min_nodes=2`` and so waits for this one, is on the list.
+
+    This one has ``min_nodes=1``: were it the first, it would wait for the other by the clock, and then begin alone.
+    """
+    backend = backend_at(port)
+    deadline = time.monotonic() + 100
+    while backend.get_state() is None:
+        assert time.monotonic() < deadline, "the other agent does not come"
+        time.sleep(0.02)
+
+
+def forget_agent(port, pid):
+    """Makes the last beat of a lost agent so old that the others take it off the list: at once, not after minutes."""
+    backend = backend_at(port)
+    written = False
+    while not written:  # another agent's beat may come between
+        state, token = backend.get_state()
+        state = pickle.loads(state)
+        (lost,) = [node for node in state.last_heartbeats if node.pid == pid]
+        state.last_heartbeats[lost] = datetime.min.replace(tzinfo=UTC)
+        _, _, written = backend.set_state(pickle.dumps(state), token)
+
+
+def agent(folder, strategy, port):
     """The second agent is killed: it runs in a process of its own, so that ``run_ranks`` finds a good end."""
-    process = FORK.Process(target=start_agents, args=args)
+    process = FORK.Process(target=start_agents, args=(folder, strategy, port))
     process.start()
     process.join()
+    if process.exitcode == -signal.SIGKILL:
+        forget_agent(port, process.pid)
     return process.exitcode
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def test_a_machine_that_is_lost_in_the_middle_of_a_run(tmp_path):
@@ -111,7 +148,8 @@ def test_a_machine_that_is_lost_in_the_middle_of_a_run(tmp_path):
 
 
 def check_the_rest(folder, strategy):
-    codes = run_ranks(agent, 2, folder, strategy, free_port(), FORK.Barrier(2), backend=None, timeout=120.0)
+    store = agents_store()
+    codes = run_ranks(agent, 2, folder, strategy, store.port, backend=None, timeout=250.0)
     assert codes == [0, -signal.SIGKILL]
     steps, world, state = torch.load(folder / "end", weights_only=True)
     assert (steps, world) == (EPOCHS * SIZE // STEP, 1)
@@ -167,42 +205,38 @@ work(Path.cwd(), sys.argv[1], Waits, epochs=-1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_torchrun_on_a_machine_that_goes_and_one_that_comes(strategy, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    port, agents = free_port(), []
+    store, agents = agents_store(), []
     # Agents that share a store let nobody join later: torch 2.13 writes its address once.
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
 
-    def torchrun():
-        # With fewer beats an agent that is late is off the list, and who joins then begins a run beside its.
-        rendezvous = {
-            "is_host": not agents,
-            "last_call_timeout": 5,
-            "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 5,
-        }
+    def torchrun(number, nodes="1:2"):
         options = {
-            "nnodes": "1:2",
+            "nnodes": nodes,
             "nproc-per-node": 1,
             "max-restarts": 5,
             "rdzv-backend": "c10d",
-            "rdzv-endpoint": f"127.0.0.1:{port}",
-            "rdzv-id": "elastic",
-            "local-addr": "127.0.0.1",
-            "rdzv-conf": ",".join(f"{name}={value}" for name, value in rendezvous.items()),
+            "rdzv-endpoint": f"127.0.0.1:{store.port}",
+            "rdzv-id": RUN,
+            "local-addr": f"127.0.0.{number}",
+            "rdzv-conf": ",".join(f"{name}={value}" for name, value in BY_EVENTS.items()),
         }
         words = [f"--{name}={value}" for name, value in options.items()]
         agents.append(start(tmp_path, "-m", "torch.distributed.run", *words, "train.py", strategy, **variables))
 
     try:
-        torchrun()
-        torchrun()
-        wait_for_line(tmp_path / "seen-2-0", 60, 150.0, agents[0])
-        end(agents[1])
-        wait_for_line(tmp_path / "seen-1-0", 60, 150.0, agents[0])
+        torchrun(2, nodes="2:2")
+        wait_for_agent(store.port)
+        torchrun(1)
+        lost, stays = agents
+        wait_for_line(tmp_path / "seen-2-0", 60, 150.0, stays)
+        end(lost)
+        forget_agent(store.port, lost.pid)
+        wait_for_line(tmp_path / "seen-1-0", 60, 150.0, stays)
         before = len((tmp_path / "seen-2-0").read_text().splitlines())
-        torchrun()
-        wait_for_line(tmp_path / "seen-2-0", before + 60, 150.0, agents[0])
+        torchrun(2)
+        wait_for_line(tmp_path / "seen-2-0", before + 60, 150.0, stays)
         (tmp_path / "enough").touch()
-        results = [finish(agents[0]), finish(agents[2])]
+        results = [finish(agent) for agent in agents[1:]]
     finally:
         for agent in agents:
             end(agent)
