@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"plot": _plot, "runs": _list_runs, "verify": _verify, "export": _export, "doctor": _doctor}[
             options.command
         ](options)
-    except tuple(_CODES) as error:
+    except (ConfigError, CheckpointError) as error:
         return _explain(error)
     except KeyboardInterrupt:
         # Of a run that it cut the Trainer has told; elsewhere, as within imports, there is nothing to tell.

@@ -86,7 +86,7 @@ def run(*words):
         text=True,
         stdin=subprocess.DEVNULL,
         env=environment,
-        timeout=120,
+        timeout=200,
         check=False,
     )
 

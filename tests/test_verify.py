@@ -45,7 +45,7 @@ print("behind the fit", file=open("behind", "w"))
 def forked(command, env, stdout, **_):
     """Runs the script where everything is imported already; that a new interpreter does the same, one of the tests says."""
     process = start_forked(Path.cwd(), *command[1:], streams=[stdout.fileno()] * 2, **env)
-    process.communicate(timeout=100)
+    process.communicate(timeout=200)
 
 
 @pytest.mark.parametrize(

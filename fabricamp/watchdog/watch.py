@@ -119,6 +119,7 @@ class Watchdog:
         first = list(itertools.islice(batches, 1))
         self._meet_at_first_batch()
         yield first
+        first.clear()  # the rest of the epoch keeps no batch of it
         yield batches  # as it is: nothing of this stands between the loader and the later steps
 
     def _meet_at_first_batch(self) -> None:

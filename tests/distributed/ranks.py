@@ -22,7 +22,7 @@ import torch.distributed as dist
 __all__ = ["run_ranks", "side_by_side", "variables_of"]
 
 
-def run_ranks(function, world_size, *args, timeout=120.0, start_method=None, backend="gloo"):
+def run_ranks(function, world_size, *args, timeout=200.0, start_method=None, backend="gloo"):
     """Returns ``[function(*args) on rank 0, on rank 1, ...]``, each called in a process of its own.
 
     Each process has torchrun's environment variables, one torch thread, and a process group (``backend=None``: none yet).

@@ -37,13 +37,13 @@ def variables_for(variables):
     return inherited
 
 
-def finish(process, timeout=150):
+def finish(process, timeout=200):
     """Exit code, standard output and standard error of a process that ends."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         end(process)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
         raise AssertionError(f"{process.args} hangs:\n{out}\n{err}") from None
     return process.returncode, out, without_names(err)
 
@@ -74,7 +74,7 @@ def _descendants(pid):
     return found[1:]
 
 
-def wait_for_line(path, number=1, timeout=60.0, process=None):
+def wait_for_line(path, number=1, timeout=200.0, process=None):
     """Waits until the file has so many lines; fails at once where ``process``, which is to write them, has ended."""
     deadline = time.monotonic() + timeout
     while not path.exists() or len(path.read_text().splitlines()) < number:

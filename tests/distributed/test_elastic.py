@@ -114,7 +114,7 @@ def wait_for_agent(port):
     This one has ``min_nodes=1``: were it the first, it would wait for the other by the clock, and then begin alone.
     """
     backend = backend_at(port)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while backend.get_state() is None:
         assert time.monotonic() < deadline, "the other agent does not come"
         time.sleep(0.02)

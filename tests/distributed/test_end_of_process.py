@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -193,7 +195,7 @@ if (case := begun()) is not None:
 """
 
 
-def run_script(text, *arguments, timeout=120):
+def run_script(text, *arguments, timeout=200):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
@@ -227,7 +229,20 @@ RUNS = {
 
 
 def threads():
-    return sorted(file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm"))
+    """Names of this process's threads, by number; what ends meanwhile has none."""
+    found = {}
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            found[file.parent.name] = file.read_text().strip()
+    return found
+
+
+def new_since(before):
+    """Names of threads that were not there before; one that was joined may stay in the list for a moment."""
+    deadline = time.monotonic() + 30
+    while (new := threads().keys() - before.keys()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [name for number, name in threads().items() if number in new]
 
 
 def threads_left_by(name):
@@ -237,16 +252,14 @@ def threads_left_by(name):
     before = threads()
     trained = module()
     trainer.fit(trained, loader(32), loader(8))
-    after = threads()
+    after_fit = new_since(before)
     trainer.validate(trained, loader(8))
-    return before, after, threads()
+    return after_fit, new_since(before)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_thread_of_a_process_group_outlives_its_run(name):
-    for before, fitted, validated in run_ranks(threads_left_by, 2, name, backend=None):
-        assert fitted == before
-        assert validated == before
+    assert run_ranks(threads_left_by, 2, name, backend=None) == [([], [])] * 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])

@@ -137,8 +137,8 @@ def test_another_number_of_ranks(before, after, batch, tmp_path):
     def resumed():
         return order(tmp_path, case, "cut.ckpt", batch, 12)
 
-    first = run_ranks(straight, before, timeout=120.0)
-    second = run_ranks(resumed, after, timeout=120.0)
+    first = run_ranks(straight, before, timeout=200.0)
+    second = run_ranks(resumed, after, timeout=200.0)
     whole, rest = interleaved(first), interleaved([ranks[0] for ranks in second])
     done = 3 * before * BATCH
     assert rest[0][: SIZE - done] == whole[0][done:SIZE]
@@ -180,7 +180,7 @@ def test_a_window_is_finished_by_another_number_of_ranks(tmp_path):
         ).fit(module, DataLoader(Samples(SIZE), 4))
         return {name: value.detach() for name, value in module.named_parameters()}
 
-    straight, _ = run_ranks(two, 2, timeout=120.0)
+    straight, _ = run_ranks(two, 2, timeout=200.0)
     resumed = one()
     for name, value in straight.items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5)

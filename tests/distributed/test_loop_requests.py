@@ -124,7 +124,7 @@ def runs(number):
 
 
 def check(number):
-    first, second = run_ranks(runs, 2, number, timeout=40 + 5 * number)
+    first, second = run_ranks(runs, 2, number, timeout=200 + 5 * number)
     for one, other in zip(first, second, strict=True):
         name, step, expected, weights, ends, reason = one
         assert (step, other[1]) == (expected, expected), name

@@ -147,13 +147,13 @@ def doing_while(hang, **options):
     seen = []
 
     def look(taker):
-        began.wait(20)
+        began.wait(100)
         seen.append(taker.take(0.0, stack=True))
         go_on.set()
 
     def stand():
         began.set()
-        go_on.wait(20)
+        go_on.wait(100)
 
     thread = threading.Thread(target=look, args=[PulseTaker(RunState(), 0)])
     thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 
 from fabricamp import Callback, launch
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
 from tests.distributed.ranks import side_by_side
 from tests.kill.attempts import attempt, import_everything
@@ -53,7 +53,7 @@ class Sends(Callback):
             while not (self.folder / "attempt-sent").exists():
                 time.sleep(0.01)
         elif hook == self.hook and rank == 0:
-            time.sleep(60)
+            threading.Event().wait()  # for ever
 
     def setup(self, trainer, module, stage):
         self.pass_by("setup", trainer.global_rank)
@@ -92,16 +92,14 @@ def run(folder, hook, targets, number):
         callbacks = [sends, ModelCheckpoint(folder / "checkpoints")]
         before = signal.getsignal(number)
         trainer = quiet_trainer(
-            devices="auto", strategy=DDP(timeout=60), max_epochs=1, callbacks=callbacks, enable_checkpointing=True
+            devices="auto", strategy="ddp", max_epochs=1, callbacks=callbacks, enable_checkpointing=True
         )
         try:
             trainer.fit(Net(sends), loader(32, 4), loader(8, 4))
         finally:
             assert signal.getsignal(number) is before
 
-    began = time.monotonic()
-    ended = attempt(job, folder)
-    return ended, time.monotonic() - began
+    return attempt(job, folder)
 
 
 BEFORE = [
@@ -117,9 +115,8 @@ BEFORE = [
 
 def all_end_at_once(folder, hook, targets, number):
     watch._GRACE_SECONDS = 2.0  # for ranks that never end by themselves
-    ended, seconds = run(folder, hook, targets, number)
+    ended = run(folder, hook, targets, number)
     assert ended.codes == [128 + number] * 2, ended.failures
-    assert seconds < 30
     assert not (folder / "checkpoints").exists() or not list((folder / "checkpoints").rglob("*.ckpt"))
     assert not list(folder.glob("attempt-on_train_end-*"))
 
@@ -138,7 +135,7 @@ def test_before_the_first_batch_all_end_at_once(tmp_path):
     ],
 )
 def test_behind_the_last_batch_all_is_given_back_first(tmp_path, hook, targets, number):
-    ended, _ = run(tmp_path, hook, targets, number)
+    ended = run(tmp_path, hook, targets, number)
     assert ended.codes == [128 + number] * 2, ended.failures
     assert len(list(tmp_path.glob("attempt-on_fit_end-*"))) == 2
     assert len(list(tmp_path.glob("attempt-teardown-*"))) == 2

@@ -147,7 +147,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, expected):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
     process = start(folder, *torchrun, "train.py", "--auto", "--raise-once")
     try:
-        returned, out, err = finish(process, timeout=100)
+        returned, out, err = finish(process)
     finally:
         end(process)
     assert returned == 0, err

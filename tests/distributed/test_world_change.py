@@ -103,7 +103,7 @@ def check(folder, strategy, worlds, level, optimizer, accumulate):
     for number, world in enumerate(worlds, start=1):
         until = steps * number // len(worlds)
         how = *options, accumulate, strategy
-        ranks = run_ranks(train, world, folder / "ranks", loader, number, until, *how, timeout=120.0)
+        ranks = run_ranks(train, world, folder / "ranks", loader, number, until, *how, timeout=200.0)
         assert {one["steps"] for one in ranks} == {until}
         assert {one["window"] for one in ranks} == {STEP // BATCH // world}
         seen += [place for one in ranks for place in one["seen"]]
@@ -151,8 +151,8 @@ def within_a_window(path, ckpt_path):
 
 def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
     path = tmp_path / "cut.ckpt"
-    straight, _ = run_ranks(within_a_window, 2, path, None, timeout=120.0)
-    ((state, seen, window),) = run_ranks(within_a_window, 1, path, path, timeout=120.0)
+    straight, _ = run_ranks(within_a_window, 2, path, None, timeout=200.0)
+    ((state, seen, window),) = run_ranks(within_a_window, 1, path, path, timeout=200.0)
     assert window == 4
     assert [index for *_, index in seen] == list(range(3 * 2 * BATCH, SIZE))
     for name, value in straight[0].items():

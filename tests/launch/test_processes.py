@@ -62,7 +62,7 @@ def work(rank, word):
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), print("saved", flush=True), os._exit(143)))
     if word in ("hang", "save", "exit", "kill"):
         ready(word)
-        time.sleep(60)
+        time.sleep(3600)
 
 def fit():
     rank, word = os.environ.get("RANK", ""), sys.argv[1]
@@ -293,7 +293,7 @@ def fail(how):
         raise ValueError("rank one is unwell")
     if rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(3600)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_start_method_of_plain_python(folder):
     question = f"from fabricamp.launch import {names}\nfor one in ({names}): print(one(), end=' ')"
     of_command = start(folder, "-c", question)
     piped = subprocess.run(
-        [sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable], input=question, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200
     )
     assert finish(of_command)[:2] == (0, "spawn False False ")
     assert piped.stdout == "spawn False False "

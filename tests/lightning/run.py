@@ -48,7 +48,7 @@ def printed(name: str, package: str) -> str:
     script.write_text(source(name, package))
     if name in STARTS_PROCESSES:
         command = [sys.executable, str(script)]
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=200).stdout
     lines = io.StringIO()
 
     def show(*values: object) -> None:

@@ -24,7 +24,7 @@ def run(folder, *command, code=0, text=None):
     if text is not None:
         (folder / "script.py").write_text(textwrap.dedent(text))
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr

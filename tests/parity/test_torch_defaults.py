@@ -80,7 +80,7 @@ def on_two_ranks(strategy, folder):
 
 @pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
 def test_whole_runs_on_two_ranks(strategy, tmp_path):
-    assert run_ranks(on_two_ranks, 2, strategy, tmp_path, timeout=110.0) == [[], []]
+    assert run_ranks(on_two_ranks, 2, strategy, tmp_path, timeout=200.0) == [[], []]
 
 
 OPTIMIZERS = {

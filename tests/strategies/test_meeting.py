@@ -10,17 +10,18 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fabricamp.errors import DistributedError
 from fabricamp.strategies import DDP, Environment
-from fabricamp.strategies.meeting import _attempt
+from fabricamp.strategies.meeting import _attempt, _word_of
 from fabricamp.torch_private import TCPStore
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def join(timeout=20.0):
+def join(timeout=100.0):
     rank = int(os.environ["RANK"])
     strategy = DDP(timeout=timeout)
     strategy.setup_environment(Environment(rank=rank, local_rank=rank, world_size=int(os.environ["WORLD_SIZE"])), CPU)
@@ -37,10 +38,13 @@ def train_and_die():
 
 
 def wait_and_die():
-    """Rank 0 does not come."""
+    """Rank 0 does not come; ended once it has said its word."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    of_the_first_attempt = store.get(_word_of(1))
     child = multiprocessing.get_context("fork").Process(target=join)
     child.start()
-    time.sleep(0.5)
+    while store.get(_word_of(1)) == of_the_first_attempt:
+        time.sleep(0.01)
     child.kill()
     child.join()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,7 +72,7 @@ def attempts(folder):
 
 
 def test_workers_that_are_restarted_meet_whatever_their_agents_count(tmp_path):
-    assert run_ranks(attempts, 2, tmp_path, backend=None, timeout=60.0) == [3, 3]
+    assert run_ranks(attempts, 2, tmp_path, backend=None) == [3, 3]
 
 
 def wait_in_vain():
@@ -78,7 +82,7 @@ def wait_in_vain():
 
 
 def test_rank_0_names_those_that_do_not_come():
-    run_ranks(wait_in_vain, 1, backend=None, timeout=60.0)
+    run_ranks(wait_in_vain, 1, backend=None)
 
 
 def test_the_others_name_rank_0_where_it_does_not_come():

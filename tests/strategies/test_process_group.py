@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, NonFiniteError
 from fabricamp.optimizers import UnsupportedError
@@ -141,19 +144,27 @@ def test_an_existing_group_is_used_as_it_is_and_survives():
     run_ranks(existing_group, 2)
 
 
-def lonely_barrier():
-    strategy = DDP(timeout=4.0)  # ranks of a busy machine meet within it too
+def lonely_barrier(folder):
+    strategy = DDP(timeout=100)
     strategy.setup_environment(environment(), CPU)
+    strategy.barrier("all are here")
     if strategy.rank == 0:
+        _set_pg_timeout(timedelta(seconds=1))  # which is long enough for nobody to come
         with pytest.raises(DistributedError, match="rank 0 waited in vain for the others at the checkpoint"):
             strategy.barrier("the checkpoint")
+        (folder / "raised").touch()
     else:
-        threading.Event().wait(5.0)
+        wait_for(folder / "raised")
     strategy.teardown()
 
 
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def barrier_between_runs(folder):
-    strategy = DDP(timeout=4.0)  # ranks of a busy machine meet within it too
+    strategy = DDP(timeout=100)
     strategy.barrier("before a run there are no others")
     for turn in range(2):
         strategy.setup_environment(environment(), CPU)
@@ -164,16 +175,20 @@ def barrier_between_runs(folder):
         strategy.barrier("after a run")
         assert (folder / str(turn)).exists()
     if strategy.rank == 0:
+        strategy.timeout = timedelta(seconds=1)
         with pytest.raises(DistributedError, match="waited in vain for the others at nobody comes"):
             strategy.barrier("nobody comes")
+        (folder / "raised").touch()
     else:
-        threading.Event().wait(5.0)
+        wait_for(folder / "raised")
 
 
 def test_a_barrier_that_fails_says_where_and_ranks_of_a_run_that_is_over_meet_at_its_store(tmp_path):
+    for name in ("lonely", "between"):
+        (tmp_path / name).mkdir()
     side_by_side(
-        partial(run_ranks, lonely_barrier, 2, backend=None),
-        partial(run_ranks, barrier_between_runs, 2, tmp_path, backend=None),
+        partial(run_ranks, lonely_barrier, 2, tmp_path / "lonely", backend=None),
+        partial(run_ranks, barrier_between_runs, 2, tmp_path / "between", backend=None),
     )
 
 
