@@ -155,7 +155,7 @@ def test_in_a_cuda_graph():
 def slow_and_gone():
     device = joined_nccl()
     rank = dist.get_rank()
-    group = dist.new_group(timeout=dt.timedelta(seconds=4))
+    group = dist.new_group(timeout=dt.timedelta(seconds=30))
     layer = SyncBatchNorm(64, process_group=group, exchange="peer", device=device)
     x = torch.randn(6, 64, device=device)
     layer(x)
@@ -172,14 +172,14 @@ def slow_and_gone():
     layer(x)
     torch.cuda.synchronize()
     waited = time.monotonic() - began
-    with pytest.raises(DistributedError, match="rank 0 waited 4 s in a SyncBatchNorm for rank 1"):
+    with pytest.raises(DistributedError, match="rank 0 waited 30 s in a SyncBatchNorm for rank 1"):
         layer(x)
     return waited
 
 
 def test_a_rank_that_is_slow_and_one_that_is_gone():
     waited, _ = run_ranks(slow_and_gone, 2, backend=None, start_method="spawn")
-    assert 3.5 < waited < 20
+    assert waited > 29
 
 
 def models_on_gpus():
@@ -191,7 +191,7 @@ def test_memory_of_models_that_are_gone_is_used_again():
     assert found == [[peer_memory._BLOCK_WORDS]] * 2
 
 
-PATIENCE = 40.0
+PATIENCE = 120.0
 
 
 def waits_for_its_device(bucket, side, scratch_words=2**26):
