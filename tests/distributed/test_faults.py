@@ -441,6 +441,7 @@ def fit_with_slow_starts(go, callback):
 
 def a_worker_that_starts_slowly_is_no_hang(folder):
     """Longer than the patience."""
+    folder.mkdir()
     go = folder / "go"
     fit_with_slow_starts(go, LetsGo(go, *STARTING))
     assert go.exists()
