@@ -264,6 +264,7 @@ def test_the_operators_are_what_they_say(device, efficient):
 
 
 @one_order
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the shapes of a trace are constants
 def test_an_exported_program_needs_nothing_of_ours(device):
     class Model(torch.nn.Module):
         def forward(self, x):
