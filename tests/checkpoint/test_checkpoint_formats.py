@@ -23,6 +23,7 @@ from tests.small import data, quiet_trainer
 from tests.trainer.test_resume import assert_equal
 
 FILES = sorted((Path(__file__).parent / "files").glob("*.ckpt"))
+FORMAT_0 = next(file for file in FILES if file.stem == "b05a50f")
 OVERFLOWS_AT, CUT_AT, STEPS = 2, 17, 8
 
 
@@ -84,6 +85,11 @@ def shuffled_as_then():
     return DataLoader(data(24), 4, sampler=DistributedSampler(range(24), 1, 0, seed=global_seed()))
 
 
+def order_of(file):
+    """The loader that the file's run had: one of today's order says so in it."""
+    return shuffled if "orders" in read_checkpoint(file)["data"]["position"][0] else shuffled_as_then
+
+
 def fit(folder, *callbacks, ckpt_path=None, make=shuffled):
     torch.manual_seed(3 if ckpt_path is None else 4)
     module = Net()
@@ -122,7 +128,8 @@ def as_read(path):
             cell.setdefault("sent", 0)
     sums, loss = state["loops"]["fit"]["window"]["tensors"]
     state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
-    assert sums.count_nonzero() == 8 * 4 + 4 + 4 * 3 + 3  # values, and a flag for each of the three
+    # Values, and a flag for each of the three.  Before a BatchNorm a bias has no gradient but what rounding leaves, which may be 0.
+    assert 8 * 4 + 4 * 3 + 3 < sums.count_nonzero() <= 8 * 4 + 4 + 4 * 3 + 3
     for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng", "pytorch-lightning_version"):
         state.pop(own, None)
     state["loops"] = {"fit": state["loops"]["fit"]}  # beside it stands what Lightning reads
@@ -133,16 +140,19 @@ def as_read(path):
 def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
     with isolate_rng():
         cut, restored = Cut(tmp_path / "cut.ckpt"), Restored(tmp_path / "restored.ckpt")
-        straight, _ = fit(tmp_path / "straight", cut, make=shuffled_as_then)
+        straight, _ = fit(tmp_path / "straight", cut, make=order_of(file))
         module, trainer = fit(tmp_path / "resumed", restored, ckpt_path=file)
     assert_equal(as_read(tmp_path / "restored.ckpt"), as_read(file))
-    assert read_checkpoint(tmp_path / "restored.ckpt")["loops"]["fit"]["kernel_choice"] == "graph"
+    # Files that do not say which kernels summed are of runs that chose them as a captured step does.
+    chosen = read_checkpoint(file)["loops"]["fit"].get("kernel_choice", "graph")
+    assert read_checkpoint(tmp_path / "restored.ckpt")["loops"]["fit"]["kernel_choice"] == chosen
     stopping, written = (
         read_checkpoint(one)["callbacks"]["EarlyStopping{'monitor': 'loss_epoch', 'mode': 'min'}"]
         for one in (tmp_path / "restored.ckpt", file)
     )
     assert stopping.pop("best_score") == written.pop("best_score") > 0
-    assert (stopping.pop("stopping_reason"), written.pop("stopping_reason", "not_stopped")) == (0, "not_stopped")
+    assert stopping.pop("stopping_reason") == 0
+    assert written.pop("stopping_reason", "not_stopped") in (0, "not_stopped")  # a word in earlier files
     assert written.items() <= stopping.items()
     assert_equal(restored.rng, torch.load(file, weights_only=True)["rng"][0])
     assert module.seen == straight.seen[cut.seen :]
@@ -154,7 +164,8 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
 def test_fields_are_read_by_name(file):
     written, state = torch.load(file, weights_only=True), read_checkpoint(file)
     known = state["amp"]["scaler"]["known"]
-    assert list(known.values()) == list(written["amp"]["scaler"]["known"])
+    as_written = written["amp"]["scaler"]["known"]
+    assert list(known.values()) == list(as_written.values() if "format" in written else as_written)
     assert (known["applied"], known["skipped_steps"]) == (False, 1)
     cells = state["loops"]["fit"]["metrics"][0]["table"]["cells"]
     assert [cell["published"]["key"] for cell in cells] == ["loss_step", "loss_epoch", "most"]
@@ -175,7 +186,7 @@ def test_verdicts_are_written_by_name(tmp_path):
 
 @pytest.mark.parametrize("number", [3, -1, "1", True])
 def test_a_file_of_a_later_version_is_refused(number, tmp_path):
-    state = torch.load(FILES[0], weights_only=True)
+    state = torch.load(FORMAT_0, weights_only=True)
     del state["checksum"]
     torch.save({**state, "format": number, "fabricamp_version": "9.0"}, tmp_path / "later.ckpt")
     with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 2: install"):
@@ -184,7 +195,7 @@ def test_a_file_of_a_later_version_is_refused(number, tmp_path):
 
 @pytest.mark.parametrize("known", [None, [True], list(range(9)), "no", {}])
 def test_a_file_that_is_not_as_its_format_is_refused(known, tmp_path):
-    state = torch.load(FILES[0], weights_only=True)
+    state = torch.load(FORMAT_0, weights_only=True)
     del state["checksum"]
     state["amp"]["scaler"]["known"] = known
     torch.save(state, tmp_path / "other.ckpt")
@@ -193,8 +204,9 @@ def test_a_file_that_is_not_as_its_format_is_refused(known, tmp_path):
 
 
 def test_each_layout_has_a_small_file():
-    assert len(FILES) >= 2
-    assert all(file.stat().st_size < 30_000 for file in FILES)
+    assert {torch.load(file, weights_only=True).get("format", 0) for file in FILES} == {0, 2}
+    # Half of a file is the states of generators: torch's has 5 kB, and stands in later ones three times.
+    assert all(file.stat().st_size < 45_000 for file in FILES)
 
 
 if __name__ == "__main__":
