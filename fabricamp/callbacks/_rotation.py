@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 _NEWEST = 2
@@ -26,6 +26,12 @@ class Kept:
     last: str = ""
     spare: str = ""
     current: float | None = None
+
+    def __setstate__(self, values: list[Any]) -> None:
+        # A pickle of version 0.1.0 ends before ``current``.
+        object.__setattr__(self, "current", None)
+        for one, value in zip(fields(self), values, strict=False):
+            object.__setattr__(self, one.name, value)
 
     def ranks(self, score: float, top_k: int, mode: str) -> bool:
         """Whether a file with ``score`` would be among the best ``top_k`` (-1: all are); nan is worse than anything."""

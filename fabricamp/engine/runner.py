@@ -88,6 +88,10 @@ class Runner:
         """All but the last run, whose threads and loops stay in their process."""
         return {**self.__dict__, "session": None, "_earlier_lengths": self._lengths()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle of version 0.1.0 has no numbers of batches.
+        self.__dict__.update({"_earlier_lengths": {}, **state})
+
     def take_session(self, session: Session) -> None:
         """Has ``session`` in place of the last run's, whose numbers of batches stay known."""
         self._earlier_lengths = self._lengths()
