@@ -102,7 +102,7 @@ def variables_of(rank, world_size, port):
 def _work(function, args, variables, folder, timeout, backend, all_here):
     # Garbage of the tests before is not a rank's to collect: stores and groups would wait for threads that were not forked.
     gc.freeze()
-    # What a rank says is found on its stderr, as in a process of its own: the handlers that pytest has set up are the starter's.
+    # pytest's: what a rank says is found on its stderr.
     logging.root.handlers.clear()
     os.environ.update(variables)
     rank = int(variables["RANK"])

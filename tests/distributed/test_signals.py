@@ -250,7 +250,7 @@ def test_sigusr1_requeues_the_job(tmp_path, capfd, number, job, code, said):
     run(tmp_path / "run", "workers", number=number, group=True, PATH=f"{folder}:{os.environ['PATH']}", **job)
     name = said.split()[1]
     assert calls.read_text() == f"requeue {name}\n"
-    assert f"fabricamp: {said}\n" in capfd.readouterr().err
+    assert f"{said}\n" in capfd.readouterr().err
 
 
 def test_sigterm_requeues_nothing_and_without_scontrol_it_is_said(tmp_path, capfd):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -123,6 +124,7 @@ def attempt(job, folder, kill=None, world_size=WORLD_SIZE):
 
 
 def _work(job, folder, rank, variables, kill, all_here):
+    logging.root.handlers.clear()  # pytest's: what a rank says is found on its stderr
     os.environ.update(variables)
     os.setpgrp()
     torch.set_num_threads(1)
