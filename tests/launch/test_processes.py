@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -407,7 +408,7 @@ def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where, tm
         if where != "json":
             with pytest.raises(ConfigError, match=told):
                 run_function(mine, (), 1, "spawn")
-        _save_job(_Job(mine, (), {}), tmp_path)
+        _save_job(_Job(mine, (), {}, logging.INFO), tmp_path)
     # As in a process of its own, which would cost two seconds more.
     with pytest.raises(ConfigError, match=told):
         _load_job(tmp_path)
