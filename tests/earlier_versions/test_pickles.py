@@ -192,11 +192,12 @@ def test_a_callback_holds_its_state(name):
     for key, value in described["values"].items():
         found = getattr(callback, key)
         if isinstance(value, (torch.Tensor, dict)):
-            assert_equal(found, value)
+            # Scores are shown in fp32 since; before they were fp64.
+            torch.testing.assert_close(found, value, rtol=1e-6, atol=0, equal_nan=True, check_dtype=False)
         else:
             assert str(found) == str(value)
     state = callback.state_dict()
-    assert state.keys() == described["state"].keys()
+    assert state.keys() - {"current_score"} == described["state"].keys()  # which states have since
     for key, value in described["state"].items():
         if key != "time_elapsed":
             assert_equal(state[key], value) if isinstance(value, torch.Tensor) else None

@@ -716,11 +716,12 @@ def test_predictions_are_written_with_their_indices():
     ]
 
 
-def test_a_progress_bar_shows_its_own_metrics(capsys):
+def test_a_progress_bar_shows_its_own_metrics(caplog):
+    caplog.set_level("INFO", logger="fabricamp")
     bar = plugins.OwnBar()
     fit(None, bar, enable_progress_bar=True)
     assert len(bar.calls) >= 2
-    assert "own 1.500" in capsys.readouterr().out
+    assert "own 1.500" in caplog.text
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------------------
