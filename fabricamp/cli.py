@@ -334,7 +334,7 @@ def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> li
         return None
     if as_json:
         return [_plain(one) for one in result]
-    folder = Path(trainer.log_dir or trainer.default_root_dir)
+    folder = Path(trainer.log_folder or trainer.root_folder)
     _save_predictions(folder / "predictions.pt", result)
     return None
 

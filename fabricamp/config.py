@@ -162,7 +162,7 @@ class SaveConfig(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         """On rank 0; nothing where nothing is logged."""
-        folder = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None
+        folder = trainer.log_folder if trainer.loggers and not trainer.fast_dev_run else None
         if folder is None or not trainer.is_global_zero:
             return
         from omegaconf import OmegaConf

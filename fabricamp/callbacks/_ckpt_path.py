@@ -197,4 +197,4 @@ def _folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:
     for logger in trainer.loggers:
         for folder in logger.run_folders():
             yield places.join(str(folder), "checkpoints")
-    yield places.join(places.normal(trainer.default_root_dir), "checkpoints")
+    yield places.join(trainer.root_folder, "checkpoints")

@@ -229,7 +229,7 @@ class ModelCheckpoint(Callback):
                 "the others' state; use every_n_train_steps or train_time_interval instead"
             )
         if not self.dirpath_given:
-            self.dirpath = places.join(places.normal(trainer.log_dir or trainer.default_root_dir), "checkpoints")
+            self.dirpath = places.join(trainer.log_folder or trainer.root_folder, "checkpoints")
         self.dirpath = trainer.strategy.on_rank_zero(lambda: self._usable_folder(trainer))
         self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
 

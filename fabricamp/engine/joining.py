@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.checkpoint import check_content, plain
 from fabricamp.errors import ConfigError
 from fabricamp.hyperparameters import Kept, kept_by
+from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
     from fabricamp.engine.session import Session
@@ -18,8 +19,11 @@ def join_loggers(trainer: Trainer) -> None:
     identities = trainer.strategy.on_rank_zero(lambda: [one.identity() for one in trainer.loggers])
     for one, identity in zip(trainer.loggers, identities, strict=True):
         one.join(identity)
-    found = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), None)
-    trainer.log_dir = trainer.strategy.broadcast(found or trainer.default_root_dir)
+    first = next((one for one in trainer.loggers if one.log_dir is not None), None)
+    found = (trainer.default_root_dir, trainer.root_folder)
+    if first is not None:
+        found = (str(first.log_dir), str(folder_of(first)))
+    trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(found)
 
 
 def kept_of(session: Session) -> list[tuple[str, Kept]]:

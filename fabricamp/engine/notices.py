@@ -15,7 +15,7 @@ from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
 from fabricamp.engine.run_file import NAME
-from fabricamp.loggers.run_folder import RunFolderLogger
+from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,7 +164,7 @@ def _machine(trainer: Trainer) -> str:
 
 def _folders(trainer: Trainer) -> Iterator[str]:
     """Where logs and checkpoints go: one line where the checkpoints lie within the logs."""
-    logs = next((str(one.log_dir) for one in trainer.loggers if one.log_dir is not None), "")
+    logs = next((folder for one in trainer.loggers if (folder := folder_of(one))), "")
     saving = next((one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath), "")
     if logs and saving.startswith(logs):
         yield f"Logs and checkpoints: {shown(logs)}"
@@ -174,6 +174,6 @@ def _folders(trainer: Trainer) -> Iterator[str]:
 
 def _logs_of_others(trainer: Trainer) -> Iterator[str]:
     """Where a run that begins writes into a folder in which another one has begun: their values share files and curves."""
-    folders = (Path(one.log_dir) for one in trainer.loggers if isinstance(one, RunFolderLogger))
+    folders = (one.folder for one in trainer.loggers if isinstance(one, RunFolderLogger))
     for folder in dict.fromkeys(one for one in folders if (one / NAME).is_file()):
         yield f"An earlier run has logged into {shown(folder)}: values go behind its own; another name or version keeps runs apart"

@@ -45,7 +45,7 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
         yield
         return
     rank = trainer.local_rank if trainer.world_size > 1 else None
-    profiler.setup(stage=fn.value, local_rank=rank, log_dir=trainer.log_dir)
+    profiler.setup(stage=fn.value, local_rank=rank, log_dir=trainer.log_folder)
     try:
         profiler.watch(module)
         yield

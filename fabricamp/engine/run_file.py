@@ -18,6 +18,7 @@ from fabricamp.checkpoint import plain
 from fabricamp.engine import surroundings
 from fabricamp.files import replace_text
 from fabricamp.hyperparameters import kept_by
+from fabricamp.loggers.run_folder import folder_of
 from fabricamp.masking import hidden, masked
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _folder_of(session: Session) -> Path | None:
 
 
 def _log_folders(trainer: Trainer) -> list[Path]:
-    return list(dict.fromkeys(Path(one.log_dir) for one in trainer.loggers if one.log_dir is not None))
+    return list(dict.fromkeys(Path(folder) for one in trainer.loggers if (folder := folder_of(one))))
 
 
 def _make_room(folder: Path) -> None:

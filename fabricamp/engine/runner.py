@@ -15,6 +15,7 @@ from fabricamp import launch
 from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.checkpoint import places
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
 from fabricamp.engine.healing import join_groups
@@ -67,6 +68,7 @@ class Runner:
         self.trainer = trainer
         self.settings = settings
         self.environment = environment
+        self.root_folder = places.normal(settings.default_root_dir)  # that of now: a script may change its folder later
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
@@ -138,7 +140,7 @@ class Runner:
     def apart(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
         """A context for runs of ``module`` with these callbacks alone; after it settings, counters and so on are what they were."""
         trainer, own = self.trainer, dict(vars(self))
-        names = ("state", "precision_plugin", "ckpt_path", "log_dir", "loggers", "profiler")
+        names = ("state", "precision_plugin", "ckpt_path", "log_dir", "log_folder", "loggers", "profiler")
         before, listed = {name: getattr(trainer, name) for name in names}, list(trainer.callbacks)
         self.settings = dataclasses.replace(self.settings)
         self._given_callbacks, self._default_callbacks, self._own_callbacks, self._put = [], [], [], []

@@ -53,7 +53,8 @@ def start_workers(
 
 def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
     trainer = runner.trainer
-    trainer.log_dir, trainer.state.skipped_before = outcome["log_dir"], outcome["skipped_steps"]
+    trainer.log_dir, trainer.log_folder = outcome["log_dir"], outcome["log_folder"]
+    trainer.state.skipped_before = outcome["skipped_steps"]
     for name, value in outcome["state"].items():
         setattr(trainer.state, name, value)
     for logger, identity in zip(trainer.loggers, outcome["loggers"], strict=True):
@@ -75,6 +76,7 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
         "sections": move_to_device(session.record.save(*_SECTIONS), _CPU) if trainer.is_global_zero else {},
         "state": {name: getattr(trainer.state, name) for name in counters},
         "log_dir": trainer.log_dir,
+        "log_folder": trainer.log_folder,
         "skipped_steps": trainer.skipped_steps,
         "lengths": session.data.lengths(),
         "loggers": [one.identity() for one in trainer.loggers],

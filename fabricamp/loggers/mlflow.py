@@ -85,8 +85,9 @@ class MLFlowLogger(Logger):
     ) -> None:
         self._uploads = Uploads("MLFlowLogger", log_model, self._upload)
         _import_mlflow("mlflow.tracking")
-        self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _files_in(save_dir)
-        self.save_dir = _folder_of(self._uri)
+        address = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._uri = address or _files_in(save_dir)
+        self.save_dir = _folder_of(self._uri) if address or save_dir is None else os.fspath(save_dir)
         self.tags = dict(tags or {}) | ({} if run_name is None else {"mlflow.runName": run_name})
         self._experiment_name, self._artifact_location = experiment_name, artifact_location
         self._prefix = prefix

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint import plain
+from fabricamp.checkpoint import places, plain
 from fabricamp.errors import ConfigError
 from fabricamp.files import replace_text
 from fabricamp.first_rank import started_rank
@@ -31,6 +31,8 @@ def writes() -> bool:
 class RunFolderLogger(Logger):
     """A logger with a folder of its own, whose files a thread writes: the hyper-parameters, and what :meth:`_append` appends."""
 
+    name: str
+    save_dir: str
     MOST_WAITING: ClassVar[int]
     """So much waits in memory for a disk that refuses it: the sum of the records' weights."""
 
@@ -46,8 +48,9 @@ class RunFolderLogger(Logger):
         for key, value in {"name": name, "prefix": prefix}.items():
             if not isinstance(value, (str, type(None))):
                 raise ConfigError(f"{type(self).__name__}({key}={value!r}): give a string or None")
+        # Files are written there wherever the program changes its folder to; scripts are shown the path that they gave.
         self._root = Path(save_dir).expanduser().absolute() / (name or "")
-        self.save_dir = str(Path(save_dir).expanduser().absolute())
+        self.save_dir = os.fspath(save_dir)
         self.name = name or ""
         self._version = version
         self._claimed = False
@@ -57,8 +60,8 @@ class RunFolderLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The folder that holds the versions."""
-        return str(self._root)
+        """The folder that holds the versions; relative if ``save_dir`` is."""
+        return str(Path(self.save_dir, self.name))
 
     @property
     def version(self) -> int | str:
@@ -75,7 +78,7 @@ class RunFolderLogger(Logger):
                 self._version, self._claimed = _claim_version(self._root), True
             except OSError as error:
                 raise ConfigError(
-                    f"{type(self).__name__} cannot make a folder for this run in {self.root_dir}: {error.strerror or error}; give "
+                    f"{type(self).__name__} cannot make a folder for this run in {self._root}: {error.strerror or error}; give "
                     "another folder (save_dir, or the Trainer's default_root_dir), or logger=False"
                 ) from error
         return self._version
@@ -94,14 +97,18 @@ class RunFolderLogger(Logger):
 
     @property
     def log_dir(self) -> str:
-        """The folder of this run."""
-        return str(self.folder)
+        """The folder of this run; relative if ``save_dir`` is."""
+        return str(Path(self.root_dir).expanduser() / self._folder_name)
 
     @property
     def folder(self) -> Path:
-        """The folder of this run, as a path."""
+        """The folder of this run, as an absolute path: the same one after a change of the working folder."""
+        return self._root / self._folder_name
+
+    @property
+    def _folder_name(self) -> str:
         version = self.version
-        return self._root / (f"version_{version}" if isinstance(version, int) else version)
+        return f"version_{version}" if isinstance(version, int) else version
 
     def give_back(self) -> None:
         """Gives a number that was taken back, where nothing was written: the run failed before it began."""
@@ -186,6 +193,13 @@ class RunFolderLogger(Logger):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_anew(state["_waiting"])
+
+
+def folder_of(logger: Logger) -> str | None:
+    """Returns the folder of a logger's run as an absolute path, or the URL; None if it has none."""
+    if isinstance(logger, RunFolderLogger):
+        return str(logger.folder)
+    return None if logger.log_dir is None else places.normal(logger.log_dir)
 
 
 def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:

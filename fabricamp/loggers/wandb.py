@@ -94,13 +94,13 @@ class WandbLogger(Logger):
         self._checkpoint_name, self._add_file_policy = checkpoint_name, add_file_policy
         known = inspect.signature(_package().init).parameters
         check_names("WandbLogger has no option", kwargs, (*_OWN, *known), where="WandbLogger")
-        self._folder = Path(save_dir or dir or os.environ.get("WANDB_DIR") or ".").expanduser().absolute()
+        self.save_dir = os.fspath(save_dir or dir or os.environ.get("WANDB_DIR") or ".")
+        self._folder = Path(self.save_dir).expanduser().absolute()
         project = project or os.environ.get("WANDB_PROJECT") or "fabricamp_logs"
         self._options = {"name": name, "project": project, "dir": str(self._folder), "resume": "allow"}
         self._options |= (
             ({"anonymous": "allow"} if anonymous else {}) | ({"mode": "offline"} if offline else {}) | kwargs
         )
-        self.save_dir = str(self._folder)
         self.name = project
         self._root = self._folder / project
         wanted = version or id or os.environ.get("WANDB_RUN_ID")

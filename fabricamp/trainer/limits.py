@@ -125,6 +125,11 @@ class TrainerLimits:
         return self._runner.settings.default_root_dir
 
     @property
+    def root_folder(self) -> str:
+        """``default_root_dir`` as an absolute path, which it was when the Trainer was made."""
+        return self._runner.root_folder
+
+    @property
     def num_nodes(self) -> int:
         """The number of nodes."""
         return self._runner.settings.num_nodes

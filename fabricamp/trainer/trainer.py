@@ -179,6 +179,7 @@ class Trainer(TrainerProperties):
         self.state = RunState()
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None
+        self.log_folder: str | None = None
         self.loggers = as_loggers(logger, settings)
         own = as_callbacks(callbacks)
         self.callbacks: list[Callback] = []

@@ -44,8 +44,8 @@ class StandInTrainer:
         self.is_global_zero = True
         self.global_rank = 0
         self.world_size = 1
-        self.default_root_dir = str(root)
-        self.log_dir = None
+        self.default_root_dir = self.root_folder = str(root)
+        self.log_dir = self.log_folder = None
         self.ckpt_path = None
         self.saved = []
         self.failure = None

@@ -362,7 +362,7 @@ def test_the_folder_is_the_logger_s_or_the_default_one(make_trainer, tmp_path):
     checkpoint = ModelCheckpoint()
     trainer = make_trainer(checkpoint).start()
     assert checkpoint.dirpath == str(tmp_path / "checkpoints")
-    trainer.log_dir = str(tmp_path / "logs" / "version_3")
+    trainer.log_folder = str(tmp_path / "logs" / "version_3")
     trainer.start()
     assert checkpoint.dirpath == str(tmp_path / "logs" / "version_3" / "checkpoints")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from fabricamp import say_once as say_once_module
 from fabricamp.callbacks import EarlyStopping
-from fabricamp.loggers import CSVLogger, Logger, TensorBoardLogger
+from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from fabricamp.loggers.logger import DummyLogger, rank_zero_experiment
+from fabricamp.profilers import SimpleProfiler
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -76,6 +79,61 @@ def test_folders_are_text(kind, tmp_path):
     assert logger.save_dir == str(tmp_path)
     assert logger.root_dir == str(tmp_path / "run")
     assert logger.log_dir == str(tmp_path / "run" / "version_0")
+
+
+class Moves(Classifier):
+    """Goes to another working folder once training has begun."""
+
+    def on_train_start(self):
+        Path("elsewhere").mkdir()
+        os.chdir("elsewhere")
+
+
+FILE_LOGGERS = pytest.mark.parametrize(
+    ("kind", "file"),
+    [(CSVLogger, "metrics.csv"), (TensorBoardLogger, "events.out.*"), (JSONLinesLogger, "metrics.jsonl")],
+)
+
+
+@FILE_LOGGERS
+def test_paths_are_shown_as_given_and_stay_where_they_were(kind, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = kind(os.path.join("here", ""), name="run")  # noqa: PTH118 - a Path has no slash behind it
+    options = {"enable_checkpointing": True, "profiler": SimpleProfiler(filename="report"), "default_root_dir": "here"}
+    trainer = quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger, **options)
+    trainer.fit(Moves(), loader(), loader())
+
+    assert (logger.save_dir, logger.root_dir, trainer.default_root_dir) == ("here/", "here/run", "here")
+    assert trainer.log_dir == logger.log_dir == "here/run/version_0"
+    folder = tmp_path / "here" / "run" / "version_0"
+    assert (trainer.log_folder, trainer.root_folder) == (str(folder), str(tmp_path / "here"))
+    assert len(list(folder.glob(file))) == 1
+    assert {"run.json", "fit-report.txt", "checkpoints"} <= {one.name for one in folder.iterdir()}
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"
+    trainer.validate(dataloaders=loader(), ckpt_path="best", verbose=False)
+    trainer.validate(dataloaders=loader(), ckpt_path="last", verbose=False)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_without_a_logger_the_root_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    trainer = quiet_trainer(max_steps=2, enable_checkpointing=True, default_root_dir="here")
+    os.chdir("other")
+    trainer.fit(Moves(), loader())
+    assert trainer.log_dir == trainer.default_root_dir == "here"
+    assert [one.suffix for one in (tmp_path / "here" / "checkpoints").iterdir()] == [".ckpt"]
+    second = quiet_trainer(max_steps=3, enable_checkpointing=True, default_root_dir=str(tmp_path / "here"))
+    second.fit(Classifier(), loader(), ckpt_path="last")
+    assert second.global_step == 3
+
+
+@FILE_LOGGERS
+def test_a_version_that_is_a_path_and_a_home_folder(kind, file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = kind("~/runs", name=None, version="a/b")
+    assert (logger.save_dir, logger.root_dir) == ("~/runs", "~/runs")
+    assert logger.log_dir == str(logger.folder) == str(tmp_path / "runs" / "a" / "b")
 
 
 def test_the_best_score_is_a_tensor():

@@ -339,7 +339,14 @@ def test_arguments(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="save_dir='mlruns'"):
         MLFlowLogger(save_dir=None)
     monkeypatch.chdir(tmp_path)
-    assert MLFlowLogger().save_dir == str(tmp_path / "mlruns")
+    logger = MLFlowLogger()
+    assert logger.save_dir == "./mlruns"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert logger.version is not None
+    assert (tmp_path / "mlruns").is_dir()
+    assert list(Path.cwd().iterdir()) == []
+    monkeypatch.chdir(tmp_path)
     assert MLFlowLogger(tracking_uri="file:./here").save_dir == str(tmp_path / "here")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
     assert MLFlowLogger().save_dir is None
