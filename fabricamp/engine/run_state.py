@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_ONLY = ("weights", "counters")
 CALLBACKS = ("counters", "callbacks")
-TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "datamodule", "loggers")
+TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "loggers")
 POSITION = ("position in training", "open window")
 _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
 

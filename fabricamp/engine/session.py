@@ -142,7 +142,7 @@ class Session:
             if ckpt_path is not None and self.trainer.loggers:
                 join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
         else:
-            self._restore("datamodule", "callbacks")
+            self._restore("callbacks")
         log_hyperparams(self)
         if self.fn is TrainerFn.FITTING:
             self.delivery.begin(self.module)
@@ -177,7 +177,8 @@ class Session:
             self.checkpoint = placed_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
-        self._restore("weights")
+        # The data's state here, too: configure_optimizers may ask for loaders, to know how many steps there will be.
+        self._restore("weights", "datamodule")
 
     def _restore(self, *sections: str) -> None:
         if self.checkpoint is not None:
@@ -231,6 +232,11 @@ class Session:
             self._sanity_check()
         self.settings.begin_epoch(self.trainer.state.epoch)  # which a run that goes on knows only now
         self.data.renew()
+        if self.settings.num_sanity_val_steps and self.trainer.enable_validation and self.data.defines("val"):
+            # Asked for already, unless the run is resumed: then here, so that it is asked first in every run, and in the same
+            # state of the generators as in the sanity check of the run that was cut.
+            with isolate_rng():
+                self.data.evaluation_loaders("val")
         if self.trainer.state.epoch and self.checkpoint is None:
             # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.
             draw_a_pass(self.data.train_loader)

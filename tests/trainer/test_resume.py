@@ -588,3 +588,65 @@ def test_a_checkpoint_that_an_exception_left_says_so(place, tmp_path, caplog):
     fit("")
     fit("", ckpt_path="last")  # one that training left as it ended
     assert not [one for one in caplog.records if "exception" in one.message]
+
+
+class Asked(DataModule):
+    """Notes what it is asked for, and draws which samples its loaders have."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+        self.drawn = {}
+
+    def _loader(self, name):
+        self.asked.append(name)
+        self.drawn[name] = torch.randperm(24).tolist()
+        return DataLoader(torch.utils.data.Subset(data(24), self.drawn[name][:8]), 4)
+
+    def train_dataloader(self):
+        return self._loader("train")
+
+    def val_dataloader(self):
+        return self._loader("val")
+
+    def state_dict(self):
+        return {"seen": 3}
+
+    def load_state_dict(self, state_dict):
+        self.asked.append(f"state {state_dict['seen']}")
+
+
+@pytest.mark.parametrize("sanity", [2, 0])
+def test_data_is_asked_in_one_order_in_each_fit_and_has_its_state_before(sanity, tmp_path):
+    class Plans(Classifier):
+        def configure_optimizers(self):
+            self.trainer.datamodule.asked.append("optimizers")
+            return super().configure_optimizers()
+
+    def run(max_epochs, path=None):
+        torch.manual_seed(5)
+        data = Asked()
+        trainer = quiet_trainer(max_epochs=max_epochs, num_sanity_val_steps=sanity)
+        trainer.fit(Plans(), datamodule=data, ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{max_epochs}.ckpt")
+        return data
+
+    first, resumed = run(1), run(2, tmp_path / "1.ckpt")
+    loaders = ["val", "train"] if sanity else ["train", "val"]
+    assert first.asked == ["optimizers", *loaders]
+    assert resumed.asked == ["state 3", "optimizers", *loaders]
+    assert resumed.drawn == first.drawn
+
+
+def test_the_data_has_its_state_where_configure_optimizers_asks_for_the_number_of_steps(tmp_path):
+    class Plans(Classifier):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches == 2 * self.trainer.max_epochs
+            return super().configure_optimizers()
+
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Plans(), datamodule=Asked())
+    trainer.save_checkpoint(tmp_path / "1.ckpt")
+    data = Asked()
+    quiet_trainer(max_epochs=2).fit(Plans(), datamodule=data, ckpt_path=tmp_path / "1.ckpt")
+    assert data.asked.index("state 3") < data.asked.index("train")
