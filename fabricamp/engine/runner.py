@@ -73,6 +73,7 @@ class Runner:
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
         self._earlier_lengths: dict[TrainerFn, dict[str, Any]] = {}
+        self._earlier_metrics: dict[str, Any] | None = None
         self.device_indices = device_indices
         self._given_callbacks = given_callbacks
         self._default_callbacks = default_callbacks
@@ -88,7 +89,8 @@ class Runner:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last run, whose threads and loops stay in their process."""
-        return {**self.__dict__, "session": None, "_earlier_lengths": self._lengths()}
+        earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
+        return {**self.__dict__, "session": None, **earlier}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of version 0.1.0 has no numbers of batches.
@@ -107,6 +109,10 @@ class Runner:
         if self.session is None:
             return self._earlier_lengths
         return {**self._earlier_lengths, self.session.fn: self.session.data.lengths()}
+
+    def _published(self) -> dict[str, Any] | None:
+        """The values that the last run has logged; None where there was none."""
+        return self._earlier_metrics if self.session is None else self.session.metrics.published()
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
         """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last.
@@ -238,6 +244,10 @@ class Runner:
         session = Session(self, fn, module, source)
         if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
             session.optimizers, session.schedulers = self.session.optimizers, self.session.schedulers  # the last fit's
+        if (published := self._published()) is not None:
+            session.metrics.show_earlier(
+                published
+            )  # in setup, as in Lightning: a test may be set up by what the fit has reached
         session.watchdog.start()
         return session
 

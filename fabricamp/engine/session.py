@@ -121,6 +121,7 @@ class Session:
             logger.private = logger.private or private
         if ckpt_path is not None:
             self._load(ckpt_path)
+        self.metrics.forget_earlier()
         self.strategy.place_module(self.module)
         if self.settings.performance is not None:
             self._channels_last = self.settings.performance.convert(self.module)

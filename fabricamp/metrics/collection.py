@@ -16,7 +16,7 @@ from fabricamp.metrics.recording import Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import NO_LOADER, MetricTable
 from fabricamp.metrics.values import plain_value
-from fabricamp.metrics.views import USUAL, View, as_numbers, filled, latest_of_hooks, latest_steps
+from fabricamp.metrics.views import USUAL, Dtypes, View, as_numbers, filled, latest_of_hooks, latest_steps
 from fabricamp.state import RunningStage, Scope
 
 if TYPE_CHECKING:
@@ -145,6 +145,15 @@ class Metrics(Recording):
         self.reduced.clear()
         self.logged.clear()
         self._callback_view, self._logged_view = View(), View()
+
+    def show_earlier(self, published: dict[str, Any]) -> None:
+        """Shows what the run before had :meth:`published`, until :meth:`forget_earlier`."""
+        self.take_published({**published, "progress_bar_metrics": {}}, published)
+
+    def forget_earlier(self) -> None:
+        """Drops that: this run's own values begin."""
+        self.forget()
+        self._dtypes = Dtypes()
 
     def close(self) -> None:
         """Brings what is shown to the host; nothing is reduced any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -289,3 +291,59 @@ def test_optimizers_outlive_their_fit():
     assert len(optimizers) == 1
     trainer.validate(module, loader(8), verbose=False)
     assert trainer.optimizers == optimizers
+
+
+class Looks(Callback):
+    """Notes what is known where a run is set up, and where it begins."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def note(self, moment, trainer):
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.seen[moment] = values, {name: float(value) for name, value in trainer.logged_metrics.items()}
+
+    def setup(self, trainer, pl_module, stage):
+        self.note(f"setup of {stage}", trainer)
+
+    def on_fit_start(self, trainer, pl_module):
+        self.note("start of fit", trainer)
+
+    def on_test_start(self, trainer, pl_module):
+        self.note("start of test", trainer)
+
+
+class Doubles(Classifier):
+    """Logs a value in float64 while it trains, and in float32 in a test."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("exact", torch.tensor(0.1, dtype=torch.float64))
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.log("exact", torch.tensor(0.2))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+def test_a_run_is_set_up_by_the_values_of_the_run_before(copied, tmp_path):
+    looks = Looks()
+    trainer = quiet_trainer(max_steps=3, log_every_n_steps=1, callbacks=[looks], logger=CSVLogger(tmp_path))
+    trainer.fit(Doubles(), loader())
+    assert looks.seen == {"setup of fit": ({}, {}), "start of fit": ({}, {})}
+    trainer.callback_metrics["mine"] = 7.0
+    fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    assert fitted.keys() == {"exact", "loss", "mine"}
+    assert "exact" in logged
+    if copied:  # as for a spawned worker
+        trainer = pickle.loads(pickle.dumps(trainer))
+        looks = next(one for one in trainer.callbacks if isinstance(one, Looks))
+    trainer.test(Doubles(), loader(), verbose=False)
+    assert looks.seen["setup of test"] == (fitted, logged)
+    assert looks.seen["start of test"] == ({}, {})
+    assert {name: value.dtype for name, value in trainer.callback_metrics.items()} == {"exact": torch.float32}
+
+    trainer.fit_loop.max_steps = 6
+    trainer.fit(Doubles(), loader())
+    assert looks.seen["setup of fit"][0] == {"exact": pytest.approx(0.2)}
+    assert looks.seen["start of fit"] == ({}, {})
