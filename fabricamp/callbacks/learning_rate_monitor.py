@@ -133,7 +133,11 @@ class LearningRateMonitor(Callback):
     def _name_optimizers(self, trainer: Trainer) -> Iterator[tuple[str, str, Optimizer]]:
         """Name, interval and optimizer: of each scheduler, then of the optimizers that have none."""
         scheduled = [
-            (config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs
+            (config.scheduler.optimizer, config.name, config.interval)
+            for config in trainer.lr_scheduler_configs
+            if hasattr(
+                config.scheduler, "optimizer"
+            )  # not every object that the module steps itself says which it is for
         ]
         bare = [other for other in trainer.optimizers if not any(other is optimizer for optimizer, _, _ in scheduled)]
         taken: set[str] = set()

@@ -18,7 +18,7 @@ from fabricamp.hyperparameters import kept_by
 from fabricamp.strategies.first_values import leave_meta
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
@@ -145,15 +145,17 @@ class Optimizers(Section):
 
 @dataclass
 class Schedules(Section):
-    """The learning-rate schedules' states; ``configs`` say when each one steps."""
+    """The learning-rate schedules' states; ``configs`` say when each one steps, ``step`` steps it."""
 
     name = "learning-rate schedules"
 
     configs: Sequence[Any]
+    step: Callable[[Any, Any], None]
 
     def save(self) -> dict[str, Any]:
-        """Returns their state dicts."""
-        return {"lr_schedulers": [config.scheduler.state_dict() for config in self.configs]}
+        """Returns their state dicts, an empty one for a scheduler that has none: it may be any object of the module's."""
+        schedulers = [config.scheduler for config in self.configs]
+        return {"lr_schedulers": [one.state_dict() if hasattr(one, "state_dict") else {} for one in schedulers]}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads as many as there are; a file that names none (apex's) leaves them as they are.
@@ -163,14 +165,15 @@ class Schedules(Section):
         if "lr_schedulers" in checkpoint:
             _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)
             for config, state in zip(self.configs, checkpoint["lr_schedulers"], strict=True):
-                config.scheduler.load_state_dict(state)
+                if hasattr(config.scheduler, "load_state_dict"):
+                    config.scheduler.load_state_dict(state)
         position = checkpoint.get("loops", {}).get("fit", {})
         if not position.get("schedules_due"):
             return
         for config in self.configs:
             at_epoch_end = config.interval == "epoch" and not config.reduce_on_plateau
             if at_epoch_end and position["epoch"] % config.frequency == 0:
-                config.scheduler.step()
+                self.step(config.scheduler, None)
 
 
 def _check_number(path: str, label: str, given: Sequence[Any], here: Sequence[Any]) -> None:

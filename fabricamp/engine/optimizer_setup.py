@@ -73,15 +73,17 @@ class ManagedOptimizer:
         return f"Managed{self.optimizer!r}"
 
 
-def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
     One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list or tuple of such dicts; None.  Raises :class:`ConfigError` for anything else, and for a scheduler
+    ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if ``own_step``, that is if the module
+    overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
     whose optimizer is not among them.
     """
     optimizers, schedulers = _parts(returned)
     for config in schedulers:
+        _check_scheduler(config.scheduler, own_step=own_step)
         followed = getattr(config.scheduler, "optimizer", None)
         # By their groups: LARC shares those of the optimizer that it wraps.
         if followed is not None and not any(followed.param_groups is one.param_groups for one in optimizers):
@@ -184,13 +186,21 @@ def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     return optimizers, schedulers
 
 
+def _check_scheduler(scheduler: Any, *, own_step: bool) -> None:
+    if scheduler is None or isinstance(scheduler, type):
+        raise ConfigError(f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step()")
+    if not own_step and not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step(), or write "
+            "lr_scheduler_step(self, scheduler, metric) in the module, which then is called for it"
+        )
+
+
 def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     options = dict(value) if isinstance(value, dict) else {"scheduler": value}
     check_names("lr_scheduler has key", options, SCHEDULER_KEYS)
     scheduler = options.get("scheduler")
     plateau = isinstance(scheduler, ReduceLROnPlateau)
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step()")
     options.setdefault("monitor", monitor)
     options.setdefault("reduce_on_plateau", plateau)
     config = SchedulerConfig(**options)

@@ -42,7 +42,7 @@ def record_of(session: Session) -> Record:
             Counters(session.trainer.state, moments.window, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers),
-            Schedules(session.schedulers),
+            Schedules(session.schedulers, session.module.lr_scheduler_step),
             Part("precision", "amp", session.precision),
             KernelChoice(),
             CallbackSection(session.trainer.callbacks, session.fn),

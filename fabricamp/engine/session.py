@@ -193,7 +193,8 @@ class Session:
 
     def _open_optimizers(self) -> None:
         module = self.module
-        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
+        own_step = overrides(module, "lr_scheduler_step", TrainingModule)
+        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers(), own_step=own_step)
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)

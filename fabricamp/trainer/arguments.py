@@ -72,6 +72,8 @@ class Settings:
     compile: dict[str, Any] | None
     accumulation_schedule: Mapping[int, int] | None = None
     """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all."""
+    left_by_schedule: int = 1
+    """``accumulate_grad_batches`` as the last fit's schedule left it: another schedule may take its place."""
 
     @property
     def most_accumulated(self) -> int:
@@ -165,8 +167,10 @@ def check_prefetch(name: str, value: Any) -> int:
 
 def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[int, int]:
     """Returns the schedule; raises :class:`ConfigError` where the Trainer's other arguments leave no room for one."""
+    accumulated = settings.accumulate_grad_batches
+    replaceable = settings.accumulation_schedule is not None or accumulated in (1, settings.left_by_schedule)
     others = {
-        "accumulate_grad_batches": 1 if settings.accumulation_schedule is None else settings.accumulate_grad_batches,
+        "accumulate_grad_batches": accumulated if replaceable else 1,
         "partial_window": "step" if settings.partial_window == "carry" else settings.partial_window,
         "on_world_change": "keep_per_rank",
     }

@@ -80,9 +80,11 @@ class TrainerLimits:
     @accumulation_schedule.setter
     def accumulation_schedule(self, schedule: Mapping[int, int] | None) -> None:
         settings = self._runner.settings
-        if schedule is None and settings.accumulation_schedule is not None:
-            settings.accumulate_grad_batches = 1
-        settings.accumulation_schedule = None if schedule is None else check_schedule(settings, schedule)
+        if schedule is not None:
+            settings.accumulation_schedule = check_schedule(settings, schedule)
+        elif settings.accumulation_schedule is not None:
+            settings.accumulation_schedule = None
+            settings.left_by_schedule = settings.accumulate_grad_batches  # which stays, as in Lightning
 
     @property
     def val_check_interval(self) -> Any:

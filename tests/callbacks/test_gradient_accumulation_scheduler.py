@@ -66,7 +66,7 @@ def test_each_epoch_has_steps_of_its_own_size():
     assert seen.steps == [0, 6, 8, 10]
     assert trainer.global_step == sum(STEPS) == seen.estimated
     same(module, by_hand(), rtol=0, atol=0)
-    assert (trainer.accumulate_grad_batches, trainer.accumulation_schedule) == (1, None)
+    assert (trainer.accumulate_grad_batches, trainer.accumulation_schedule) == (COUNTS[-1], None)
     trainer.fit_loop.max_epochs = 5
     trainer.fit(module, loader(24))
     assert (trainer.global_step, seen.counts[-1]) == (sum(STEPS) + 3, 2)
@@ -143,7 +143,7 @@ def test_what_is_no_schedule_is_refused(scheduling):
         GradientAccumulationScheduler(scheduling)
 
 
-def test_after_a_raise_the_trainer_is_as_it_was():
+def test_after_a_raise_the_schedule_is_gone_and_its_number_stays():
     class Raises(Classifier):
         def on_train_epoch_end(self):
             raise RuntimeError("here")
@@ -151,4 +151,31 @@ def test_after_a_raise_the_trainer_is_as_it_was():
     trainer = quiet_trainer(max_epochs=1, callbacks=GradientAccumulationScheduler({0: 4}))
     with pytest.raises(RuntimeError, match="here"):
         trainer.fit(Raises(), loader(24))
-    assert (trainer.accumulate_grad_batches, trainer.accumulation_schedule) == (1, None)
+    assert (trainer.accumulate_grad_batches, trainer.accumulation_schedule) == (4, None)
+
+
+def test_the_last_number_stays_and_the_next_fit_has_its_own():
+    trainer, module, seen = fit()
+    assert trainer.accumulate_grad_batches == COUNTS[-1] == 2
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader(24))  # the fifth epoch has the last number of the schedule, too
+    assert seen.counts == [*COUNTS, 2]
+    trainer.reset()
+    seen.counts.clear()
+    trainer.fit(module, loader(24))
+    assert seen.counts == [*COUNTS, 2]
+
+    trainer.callbacks[:] = [seen]
+    trainer.reset()
+    seen.counts.clear()
+    trainer.fit(module, loader(24))
+    assert (seen.counts, seen.steps[-1]) == ([2] * 5, 12)
+
+    trainer.callbacks[:] = [seen, GradientAccumulationScheduler({0: 4})]
+    trainer.accumulate_grad_batches = 1
+    trainer.fit_loop.max_epochs = 6
+    trainer.fit(module, loader(24))
+    assert (seen.counts[-1], trainer.accumulate_grad_batches) == (4, 4)
+    trainer.accumulate_grad_batches = 3
+    with pytest.raises(ConfigError, match="cannot work with accumulate_grad_batches=3"):
+        trainer.fit(module, loader(24))

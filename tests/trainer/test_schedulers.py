@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from fabricamp import Callback, ConfigError
+from fabricamp.callbacks import LearningRateMonitor, ProgressBar
+from fabricamp.loggers import CSVLogger
 from tests.small import Classifier, loader, quiet_trainer
 
 BATCHES = 4
@@ -290,3 +294,63 @@ def test_the_lambda_is_asked_for_the_next_step_only():
 
     rates(configure, epochs=1)
     assert asked == [0, 1, 2, 3, 4]
+
+
+class Halves:
+    """A schedule of a user's own, which has neither ``step()`` nor the optimizer."""
+
+    def __init__(self):
+        self.epochs = 0
+
+
+class HalvesAndRemembers(Halves):
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict):
+        self.epochs = state_dict["epochs"]
+
+
+class Stepped(Classifier):
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.epochs += 1
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.5**scheduler.epochs
+
+
+@pytest.mark.parametrize("kind", [Halves, HalvesAndRemembers])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_is_any_object_where_the_module_steps_it(kind, interval, tmp_path):
+    def configure(self):
+        return {"optimizer": sgd(self), "lr_scheduler": {"scheduler": kind(), "interval": interval}}
+
+    every = BATCHES if interval == "epoch" else 1
+    logger = CSVLogger(tmp_path, version=0)
+    assert rates(configure, epochs=2, module=Stepped) == by_hand(every, 8)
+    watcher = Rates()
+    options = {"callbacks": [watcher, LearningRateMonitor(), ProgressBar()], "logger": logger, "log_every_n_steps": 1}
+    trainer = quiet_trainer(max_epochs=2, **options)
+    model = type("Configured", (Stepped,), {"configure_optimizers": configure})
+    trainer.fit(model(), loader(BATCHES * 4))
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    assert watcher.seen == by_hand(every, 8)
+    rows = csv.DictReader((tmp_path / "fabricamp_logs/version_0/metrics.csv").read_text().splitlines())
+    logged = [float(row["lr-SGD"]) for row in rows if row["lr-SGD"]]
+    assert set(logged) == set(by_hand(every, 8))
+
+    resumed = Rates()
+    quiet_trainer(max_epochs=3, callbacks=[resumed]).fit(model(), loader(BATCHES * 4), ckpt_path=tmp_path / "two.ckpt")
+    ended = by_hand(every, 9)[8]  # the optimizer's state has it
+    after = ended if interval == "epoch" else (ended / 2 if kind is HalvesAndRemembers else 0.5)
+    assert resumed.seen[:2] == [ended, after]
+
+
+def test_without_a_step_of_the_modules_own_the_error_says_what_to_write():
+    def configure(self):
+        return [sgd(self)], [Halves()]
+
+    with pytest.raises(ConfigError, match=r"give an object with step\(\), or write lr_scheduler_step"):
+        rates(configure)
+    for wrong in (StepLR, None):
+        with pytest.raises(ConfigError, match="no usable 'scheduler'"):
+            rates(lambda self, wrong=wrong: ([sgd(self)], [{"scheduler": wrong}]), module=Stepped)
