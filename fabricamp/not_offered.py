@@ -24,9 +24,7 @@ NOT_OFFERED: Final = {
     "Fabric": _NO_FABRIC,
     "accelerators.MPSAccelerator": _HARDWARE,
     "accelerators.XLAAccelerator": _HARDWARE,
-    "callbacks.Checkpoint": "derive from ModelCheckpoint or Callback",
     "callbacks.ModelPruning": "call torch.nn.utils.prune in a Callback",
-    "callbacks.OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "callbacks.SpikeDetection": "use Trainer(nan_policy=...) for what is not finite",
     "cli.LightningCLI": "name module and data by _target_ in a YAML file, and run `fabricamp fit config.yaml trainer.max_epochs=3 "
     "module.lr=1e-3` (`fabricamp fit config.yaml --help` lists every argument; docs/configuration.md)",
@@ -78,8 +76,6 @@ NOT_OFFERED: Final = {
 _PATHS: Final = {
     "accelerators.mps": "accelerators.MPSAccelerator",
     "accelerators.xla": "accelerators.XLAAccelerator",
-    "callbacks.checkpoint": "callbacks.Checkpoint",
-    "callbacks.on_exception_checkpoint": "callbacks.OnExceptionCheckpoint",
     "callbacks.pruning": "callbacks.ModelPruning",
     "callbacks.spike": "callbacks.SpikeDetection",
     "LightningCLI": "cli.LightningCLI",

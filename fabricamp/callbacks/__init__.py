@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.base import CALLBACKS as CALLBACKS
     from fabricamp.callbacks.base import Callback as Callback
     from fabricamp.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from fabricamp.callbacks.checkpoint import Checkpoint as Checkpoint
     from fabricamp.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from fabricamp.callbacks.divergence_check import DivergenceCheck as DivergenceCheck
     from fabricamp.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fabricamp.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricamp.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricamp.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from fabricamp.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from fabricamp.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from fabricamp.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
@@ -48,6 +50,7 @@ _FILES = {
     "BatchSizeFinder": "batch_size_finder",
     "CALLBACKS": "base",
     "Callback": "base",
+    "Checkpoint": "checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
     "DivergenceCheck": "divergence_check",
     "EMA": "ema",
@@ -61,6 +64,7 @@ _FILES = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "OptunaPruning": "optuna_pruning",
     "ProgressBar": "progress_bar",
     "RichModelSummary": "rich_model_summary",

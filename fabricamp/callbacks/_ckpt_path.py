@@ -23,6 +23,13 @@ _WORDS = ("auto", "best", "last")
 _EVALUATED = ("best", "last")
 
 
+def model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    """Returns every ModelCheckpoint: these know which files there are, and which of them is the best."""
+    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint  # which imports this file
+
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+
+
 def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | None, dict[str, Any] | None]:
     """Returns the file to load, or None for none, and what it holds where it was read; every rank calls it, rank 0 chooses.
 
@@ -66,7 +73,7 @@ def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:
     It is the best of the first ModelCheckpoint, the newest where nothing is monitored.  Raises
     :class:`MissingCheckpointError` where there is none.
     """
-    callback = trainer.checkpoint_callback
+    callback = next(iter(model_checkpoints(trainer)), None)
     if callback is not None and callback.best_model_path:
         return callback.best_model_path
     if trainer.fast_dev_run:
@@ -106,11 +113,11 @@ def _from_rank_zero(trainer: Trainer, word: str, choose: Callable[[], str]) -> s
 
 
 def _nothing_found(trainer: Trainer, word: str) -> str:
-    folders = (folder for one in trainer.checkpoint_callbacks for folder in _folders(trainer, one))
+    folders = (folder for one in model_checkpoints(trainer) for folder in _folders(trainer, one))
     looked = ", ".join(dict.fromkeys(folders)) or "no folder"
     missing = (
         f"no ModelCheckpoint of this Trainer has saved one yet (looked in: {looked})"
-        if trainer.checkpoint_callbacks
+        if model_checkpoints(trainer)
         else "this Trainer has no ModelCheckpoint"
     )
     return f"{missing}; give a path" + (", or ckpt_path='auto' to start where there is none" if word == "last" else "")
@@ -118,7 +125,7 @@ def _nothing_found(trainer: Trainer, word: str) -> str:
 
 def _candidates(trainer: Trainer) -> Candidates:
     """This run's files, then those of each folder that may hold an earlier attempt's, the newest run first."""
-    callbacks = trainer.checkpoint_callbacks
+    callbacks = model_checkpoints(trainer)
 
     def groups() -> Iterator[list[str]]:
         files = [path for one in callbacks for path in one.known_files() if places.exists(path)]
@@ -142,12 +149,12 @@ def _candidates(trainer: Trainer) -> Candidates:
 
 def _best(trainer: Trainer) -> str:
     """What this Trainer knows, or what the last checkpoint of an earlier process knew."""
-    for callback in trainer.checkpoint_callbacks:
+    for callback in model_checkpoints(trainer):
         if callback.best_model_path:
             return callback.best_model_path
     last = _candidates(trainer).next_place()
     states = read_header(last).get("callbacks") if last else None
-    for callback, state in matched_states(trainer.checkpoint_callbacks, states if isinstance(states, dict) else {}):
+    for callback, state in matched_states(model_checkpoints(trainer), states if isinstance(states, dict) else {}):
         best = state.get("best_model_path") if isinstance(state, dict) else ""
         if not best:
             continue

@@ -18,7 +18,8 @@ from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
 from fabricamp.callbacks._rotation import Kept
 from fabricamp.callbacks._save_plan import Plan, Planner, check_choices
-from fabricamp.callbacks.base import Callback, ends_everywhere
+from fabricamp.callbacks.base import ends_everywhere
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import places
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.views import score_tensor
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Checkpoint):
     """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
 
     The two newest files stay in any case, so ``save_top_k=1`` shows one spare.  Files of another run are never removed.  Ctrl-C

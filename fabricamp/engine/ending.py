@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fabricamp import launch
+from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.engine.explanations import explain
 from fabricamp.errors import DistributedError, NonFiniteError
 from fabricamp.hooks import call_all
@@ -92,7 +93,7 @@ def _requeue(trainer: Trainer, reason: str) -> None:
 
 
 def _tell_of_interruption(trainer: Trainer, word: str) -> None:
-    path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "")
+    path = next((one.last_model_path for one in model_checkpoints(trainer) if one.last_model_path), "")
     how = f'; ckpt_path="last" goes on from {path}' if path else ""
     _LOG.info("%s at step %d%s", word, trainer.global_step, how)
 
@@ -101,7 +102,7 @@ def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
     explanation = trainer.state.stop_explanation
     call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
     if trainer.is_global_zero:
-        path = next((one.last_model_path for one in trainer.checkpoint_callbacks if one.last_model_path), "none")
+        path = next((one.last_model_path for one in model_checkpoints(trainer) if one.last_model_path), "none")
         _LOG.warning("%s; checkpoint: %s", explanation, path)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
@@ -165,7 +166,7 @@ def _machine(trainer: Trainer) -> str:
 def _folders(trainer: Trainer) -> Iterator[str]:
     """Where logs and checkpoints go: one line where the checkpoints lie within the logs."""
     logs = next((folder for one in trainer.loggers if (folder := folder_of(one))), "")
-    saving = next((one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath), "")
+    saving = next((one.dirpath for one in model_checkpoints(trainer) if one.dirpath), "")
     if logs and saving.startswith(logs):
         yield f"Logs and checkpoints: {shown(logs)}"
         return

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.checkpoint import plain
 from fabricamp.engine import surroundings
 from fabricamp.files import replace_text
@@ -144,7 +145,7 @@ def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
         status, reason = "finished", session.notices.reason()
     best = {
         one.monitor: float(one.best_model_score)
-        for one in trainer.checkpoint_callbacks
+        for one in model_checkpoints(trainer)
         if one.monitor is not None and one.best_model_score is not None
     }
     place = {"step": state.global_step, "epoch": state.epoch}

@@ -14,6 +14,7 @@ import torch
 from fabricamp import launch
 from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.base import decides_by_metrics
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import places
 from fabricamp.data import DataModule
@@ -125,7 +126,7 @@ class Runner:
         self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
         # Who takes a ModelCheckpoint out wants none, not another.
         self._default_callbacks = [
-            one for one in self._default_callbacks if not any(isinstance(other, type(one)) for other in gone)
+            one for one in self._default_callbacks if not any(isinstance(other, _kind(one)) for other in gone)
         ]
         if module is not None and module is not self._callbacks_of:
             # Once per module: what they have seen lasts from one run to the next, as with those that were given.
@@ -135,11 +136,11 @@ class Runner:
         replaced = {type(one) for one in own}
         callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
         callbacks += [
-            one for one in self._default_callbacks if not any(isinstance(other, type(one)) for other in callbacks)
+            one for one in self._default_callbacks if not any(isinstance(other, _kind(one)) for other in callbacks)
         ]
         if self.settings.fast_dev_run:
             callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
-        self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, ModelCheckpoint)))
+        self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, Checkpoint)))
         self.trainer.callbacks[:] = self._put
 
     @contextlib.contextmanager
@@ -275,6 +276,11 @@ def _shown(value: object) -> str:
 
 def _is_datamodule(value: object) -> bool:
     return isinstance(value, DataModule) or derives_from(value, DATA)
+
+
+def _kind(default: Callback) -> type[Callback]:
+    """Of which class one is enough: who writes checkpoints by a callback of their own wants no other one."""
+    return Checkpoint if isinstance(default, Checkpoint) else type(default)
 
 
 def _holds(callbacks: list[Callback], one: Callback) -> bool:

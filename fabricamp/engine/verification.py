@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabricamp.callbacks.base import Callback
-from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.ops.shards import local
 from fabricamp.rng import capture_rng
@@ -62,7 +62,7 @@ def take_part(runner: Runner, trainer: Trainer) -> None:
     settings = runner.settings
     settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, ModelCheckpoint)]
+    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
     trainer.callbacks.append(Recorder(plan, runner))
 
 

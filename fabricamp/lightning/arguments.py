@@ -43,6 +43,7 @@ KNOWN: Final = {
         "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn", "device",
     ),
     "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
+    "callbacks.OnExceptionCheckpoint": ("dirpath", "filename"),
     "callbacks.Timer": ("duration", "interval", "verbose"),
     "callbacks.ThroughputMonitor": ("batch_size_fn", "length_fn", "kwargs"),
     "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),

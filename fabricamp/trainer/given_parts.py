@@ -9,6 +9,7 @@ from typing import Any, Final
 from fabricamp import callbacks
 from fabricamp.arguments.checks import check_flag
 from fabricamp.callbacks.base import CALLBACKS, Callback
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
@@ -58,8 +59,10 @@ def _listed(value: Any) -> list[Any]:
 def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> list[Callback]:
     """Returns those that the Trainer adds by itself, where ``callbacks``, which were given, have none of their kind."""
     wanted: list[type[Callback]] = [kind for name, kind in _BY_DEFAULT.items() if check_flag(name, given[name])]
-    if ModelCheckpoint not in wanted and any(isinstance(one, ModelCheckpoint) for one in callbacks):
-        raise ConfigError("callbacks holds a ModelCheckpoint, but enable_checkpointing=False; leave one of them out")
+    saving = next((one for one in callbacks if isinstance(one, Checkpoint)), None)
+    if ModelCheckpoint not in wanted and saving is not None:
+        name = type(saving).__name__
+        raise ConfigError(f"callbacks holds a {name}, but enable_checkpointing=False; leave one of them out")
     return [kind() for kind in wanted]
 
 

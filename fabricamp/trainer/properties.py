@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.early_stopping import EarlyStopping
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
@@ -130,14 +131,14 @@ class TrainerProperties(TrainerLimits):
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Every :class:`ModelCheckpoint`."""
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """Every :class:`Checkpoint`, those of class :class:`ModelCheckpoint` among them."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The first :class:`ModelCheckpoint`."""
-        return next(iter(self.checkpoint_callbacks), None)
+        return next((one for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:

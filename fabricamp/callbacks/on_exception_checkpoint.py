@@ -1,0 +1,83 @@
+"""Writes a checkpoint when a fit fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.callbacks._kinds import check_kind
+from fabricamp.callbacks.checkpoint import Checkpoint
+from fabricamp.checkpoint import places
+from fabricamp.errors import ConfigError
+from fabricamp.not_offered import is_lightnings
+
+if TYPE_CHECKING:
+    import os
+
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class OnExceptionCheckpoint(Checkpoint):
+    """Writes ``dirpath/filename.ckpt`` when an exception, Ctrl-C too, ends a fit, and removes it when a later fit ends well.
+
+    A file of that name is replaced.  Half a step, validation or hook may be in the checkpoint.  With an exception amid an update
+    there is no state that could be saved.
+
+    Args:
+        dirpath: the folder, or a URL that fsspec opens.
+        filename: the name without ``.ckpt``.
+
+    Raises:
+        ConfigError: for an empty name; in a fit with several processes, or in a folder that cannot be written to.
+
+    Example:
+        >>> rescue = OnExceptionCheckpoint("checkpoints")
+    """
+
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        check_kind(self, "a path", dirpath=dirpath)
+        check_kind(self, "a string", filename=filename)
+        if not filename:
+            raise ConfigError("OnExceptionCheckpoint(filename=''): give a name, such as 'on_exception'")
+        self.dirpath = places.normal(dirpath)
+        self.filename = filename
+        self._trains = False
+        self._saved = False
+
+    @property
+    def ckpt_path(self) -> str:
+        """The path of the file."""
+        return places.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Refuses what could not be saved."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        self._trains = self._saved = False
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
+                "use ModelCheckpoint(every_n_train_steps=...) or train_time_interval instead"
+            )
+        if not trainer.fast_dev_run and (problem := places.unusable(self.dirpath)):
+            raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """From here on there is something to save."""
+        self._trains = True
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        """Writes the file, if training had begun."""
+        # Lightning's Trainer calls this for what setup raised.
+        if is_lightnings(trainer) or trainer.fast_dev_run or not (self._trains and trainer.state.fitting):
+            return
+        trainer.save_checkpoint(self.ckpt_path)
+        self._saved = True
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        """Removes the file of an earlier fit, which this one has made up for; after a signal this fit's own stays."""
+        if stage == "fit" and not self._saved and not trainer.fast_dev_run:
+            places.remove(self.ckpt_path)
