@@ -13,8 +13,8 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
         val_dataloader (m)
         the validation
     on_sanity_check_end (c)                         where it begins anew
-    train_dataloader (m)
     val_dataloader (m)                              where the run goes on from a checkpoint
+    train_dataloader (m)
     on_train_start (c, m)
     for each epoch
         on_train_epoch_start (c, m)
