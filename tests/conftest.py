@@ -17,6 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.large_pages import use_large_pages
 
@@ -53,6 +54,17 @@ def _leaves_one_thread():
     """With two, every later test of this process is ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group():
+    """Ranks that later tests fork would find it, and fail or wait for each other."""
+    found = dist.is_initialized()
+    yield
+    left = dist.is_initialized() and not found
+    if left:
+        dist.destroy_process_group()
+    assert not left
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ ModelCheckpoint: {dirpath: out, train_time_interval: {_target_: datetime.timedel
 ModelSummary: {max_depth: 2}
 OptLevel: {level: O2, cast_model_outputs: float32, loss_scale: 128}
 PyTorchProfiler: {dirpath: out}
+OnExceptionCheckpoint: {dirpath: out}
 ResidentLoader: {_args_: [{_target_: torch.arange, _args_: [4]}], batch_size: 2}
 RichModelSummary: {max_depth: 1}
 Sharded: {dataset: [1, 2]}

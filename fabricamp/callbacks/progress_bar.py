@@ -322,7 +322,10 @@ def _train_total(trainer: Trainer, done: int) -> int | None:
 def _moving(trainer: Trainer) -> Iterator[tuple[str, float]]:
     """The learning rate where a scheduler moves it, and the loss scale where it is dynamic, as the host knows them."""
     for config in trainer.lr_scheduler_configs[:1]:
-        optimizer = getattr(config.scheduler, "optimizer", trainer.optimizers[0])
+        # What a module steps itself as a scheduler need not have the optimizer.
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if optimizer is None:
+            optimizer = trainer.optimizers[0]
         rate = optimizer.param_groups[0]["lr"]
         if isinstance(rate, int | float):  # reading a tensor might wait for the device
             yield "lr", float(rate)

@@ -115,6 +115,7 @@ class Feed:
         """A pass without its first ``count`` batches: never read where fabricamp draws the order, else read past."""
         self.close()
         self.last = False
+        self._first_places = []  # now: the loader is opened when the first batch is asked for, and a checkpoint may come before
         if self._over:  # resumed behind its last batch
             self._over = False
             return iter(())
@@ -260,7 +261,6 @@ class Feed:
         """
         resume, self._resume, self._loaded = self._resume or {}, None, None
         self._queue, self._failure = deque(), None
-        self._first_places = []
         self._given, self._to_the_end = 0, total == math.inf
         generators = generators_of(self._members)
         ended, self._ended, self._ended_before = self._ended_before, None, None

@@ -94,8 +94,11 @@ class Runner:
         return {**self.__dict__, "session": None, **earlier}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of version 0.1.0 has no numbers of batches.
-        self.__dict__.update({"_earlier_lengths": {}, **state})
+        # A pickle of version 0.1.0 has neither of these.
+        later = {"_earlier_lengths": {}, "_earlier_metrics": None}
+        self.__dict__.update({**later, **state})
+        if "root_folder" not in state:
+            self.root_folder = places.normal(self.settings.default_root_dir)
 
     def take_session(self, session: Session) -> None:
         """Has ``session`` in place of the last run's, whose numbers of batches stay known."""

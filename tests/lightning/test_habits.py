@@ -96,7 +96,7 @@ def test_a_test_of_a_checkpoint_gives_data_and_callbacks_their_state(tmp_path):
 
     calls.clear()
     trainer.test(ckpt_path=first, datamodule=Data(calls), verbose=False)
-    states = [{"batches": 2, "number": 1}, {"batches": 2, "number": 2}, {"of": "data"}]
+    states = [{"of": "data"}, {"batches": 2, "number": 1}, {"batches": 2, "number": 2}]
     assert calls == ["data", "callback", "callback", "module", *states, "data", "callback", "callback", "module"]
     assert checkpoint.last_model_path == ""
     assert checkpoint.best_model_path == str(last)  # of the training, which the test is no part of

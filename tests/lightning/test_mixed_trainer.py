@@ -11,9 +11,7 @@ from torch.utils.data import DataLoader
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import EMA, AsyncCheckpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="these tests take objects of the package lightning: pip install lightning"
-)
+pl = pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
 
 
 class Module(pl.LightningModule):

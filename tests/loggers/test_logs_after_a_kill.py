@@ -95,9 +95,8 @@ def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     assert run(folder, ModelCheckpoint, -1) == 0
     text, curves = logs(folder)
-    assert (
-        text.count("\n") == 1 + 20 * 2 + EPOCHS * 3
-    )  # a step's values and rate; an epoch's, its validation's, its own axis
+    # A step's values and rate; an epoch's rate, values, those of its validation, and its own axis.
+    assert text.count("\n") == 1 + 20 * 2 + EPOCHS * 4
     assert curves["both_epoch"] == [
         (step, value) for step, (_, value) in zip((4, 9, 14, 19), curves["both_epoch"], strict=True)
     ]

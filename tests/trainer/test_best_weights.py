@@ -91,6 +91,7 @@ def test_a_module_or_a_path_takes_other_weights(name, tmp_path):
 def test_one_line_names_the_file(bar, tmp_path, caplog, capfd):
     trainer, _ = fitted(tmp_path, enable_progress_bar=bar)
     capfd.readouterr()
+    caplog.clear()  # the fit names the file too
     with caplog.at_level(logging.INFO, "fabricamp"):
         evaluated(trainer, "test")
     lines = [line for line in caplog.messages if "epoch=1.ckpt" in line]
