@@ -40,7 +40,7 @@ def on_two_gpus():
         found.append((torch.equal(eager, graph), replays > 9))
     for strategy in ("ddp", "delayed_ddp"):
         one = {**options, "strategy": strategy, "max_epochs": 1, "callbacks": [ErrorOnWait()]}
-        fitted("O1", 1, "fused_adam", batches(rank, count=40), **one)
+        fitted("O1", 1, "fused_adam", batches(rank, count=80), **one)  # ErrorOnWait looks at 30 to 70
     return found
 
 

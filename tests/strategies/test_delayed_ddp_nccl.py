@@ -119,6 +119,7 @@ def fitted(strategy, level, fused, sometimes=False, accumulate=1, callbacks=()):
         accumulate_grad_batches=accumulate,
         log_every_n_steps=10_000,
         callbacks=list(callbacks),
+        cuda_graph=False,  # ranks ask each other before their first captures, and wait for that
     )
     trainer.fit(module, batches(accumulate))
     assert trainer.global_step == WARM + STEPS
